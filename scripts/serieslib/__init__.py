@@ -1,0 +1,1 @@
+"""The parts of scripts/series.py: one module for each job, standard library only."""

@@ -1,0 +1,3 @@
+"""Fixtures of the series tool's tests; tests import the rest from tiny_release."""
+
+from tiny_release import *  # noqa: F403
