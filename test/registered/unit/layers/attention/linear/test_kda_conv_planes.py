@@ -1,0 +1,156 @@
+"""KDA extend hands its kernel contiguous q, k and v (Triton interpreter, CPU)."""
+
+import os
+import subprocess
+import sys
+
+_INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+# A process that has imported triton without this can only compile.
+_TOO_LATE = "triton" in sys.modules and not _INTERPRET
+os.environ["TRITON_INTERPRET"] = "1"
+
+from types import SimpleNamespace  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from sglang.srt.layers.attention.linear.kda_backend import (  # noqa: E402
+    KDAAttnBackend,
+)
+from sglang.srt.layers.attention.linear.kda_prefill_graph import (  # noqa: E402
+    KDAPrefillGraphMetadata,
+    kda_extend_in_graph,
+)
+from sglang.srt.layers.attention.linear.kernels.kernel_backend import (  # noqa: E402
+    LinearAttnKernelBase,
+)
+from sglang.srt.layers.attention.mamba.mamba2_metadata import (  # noqa: E402
+    ForwardMetadata,
+)
+from sglang.srt.layers.radix_linear_attention import (  # noqa: E402
+    RadixLinearAttention,
+)
+from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
+from sglang.test.ci.ci_register import register_cpu_ci  # noqa: E402
+from sglang.test.kernels.causal_conv1d_planar import (  # noqa: E402
+    assert_same_bits,
+    make_inputs,
+)
+
+register_cpu_ci(est_time=25, suite="base-a-test-cpu")
+
+LENS = [9, 2, 5]
+TOKENS = sum(LENS)
+HEADS, VALUE_HEADS, HEAD_DIM = 2, 3, 8
+
+
+class ExtendKernelStandIn(LinearAttnKernelBase):
+    """Stands in for the CUDA extend kernels: keeps q, k and v as they arrived and,
+    as chunk_kda does, writes the output over v."""
+
+    def decode(self, *args, **kwargs):
+        raise NotImplementedError
+
+    def extend(self, q, k, v, g, beta, **kwargs):
+        self.arrived = (q, k, v)
+        self.values = tuple(t.clone() for t in (q, k, v))
+        v.fill_(0.5)
+        return v
+
+    def effective_extend_kernel(self, lower_bound, num_tokens, num_seqs=1):
+        return self
+
+
+def _case(num_tokens=TOKENS):
+    widths = (HEADS * HEAD_DIM, HEADS * HEAD_DIM, VALUE_HEADS * HEAD_DIM)
+    inputs = make_inputs(lens=LENS, widths=widths, dtype=torch.bfloat16, device="cpu")
+    layer = RadixLinearAttention(
+        layer_id=0,
+        num_q_heads=HEADS,
+        num_k_heads=HEADS,
+        num_v_heads=VALUE_HEADS,
+        head_q_dim=HEAD_DIM,
+        head_k_dim=HEAD_DIM,
+        head_v_dim=HEAD_DIM,
+        conv_weights=inputs.weight,
+    )
+    mixed = torch.zeros(num_tokens, sum(widths), dtype=torch.bfloat16)
+    mixed[:TOKENS] = inputs.x
+    gate = torch.zeros(1, num_tokens, VALUE_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    beta = torch.zeros(1, num_tokens, VALUE_HEADS, dtype=torch.bfloat16)
+    states = torch.zeros(len(inputs.pool), VALUE_HEADS, HEAD_DIM, HEAD_DIM)
+    return inputs, widths, layer, mixed, gate, beta, states
+
+
+def _extend_eager(inputs, layer, mixed, gate, beta, states, pool, kernel):
+    backend = object.__new__(KDAAttnBackend)
+    backend.prefill_graph_metadata = None
+    backend.accept_lens_pool = None
+    backend.kernel_dispatcher = kernel
+    backend.forward_metadata = ForwardMetadata(
+        query_start_loc=inputs.query_start_loc,
+        mamba_cache_indices=inputs.cache_indices,
+        logical_num_tokens=TOKENS,
+    )
+    cache = SimpleNamespace(conv=[pool], temporal=states)
+    backend.req_to_token_pool = SimpleNamespace(mamba2_layer_cache=lambda _: cache)
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND,
+        extend_prefix_lens=inputs.has_initial_state.int(),
+        extend_seq_lens_cpu=LENS,
+    )
+    return backend.forward_extend(layer, batch, mixed, gate, beta)
+
+
+def _extend_in_graph(inputs, layer, mixed, gate, beta, states, pool, kernel):
+    meta = KDAPrefillGraphMetadata.allocate(
+        num_tokens=len(mixed),
+        max_seqs_cap=5,
+        track=False,
+        cache_index_dtype=torch.int32,
+        device=torch.device("cpu"),
+    )
+    # fill() without its pinned, asynchronous copy.
+    meta._write_host_tables(lens=torch.tensor(LENS).numpy(), track_rows=None)
+    meta.packed.copy_(torch.from_numpy(meta.host))
+    meta.cache_indices[: len(LENS)] = inputs.cache_indices
+    meta.has_initial_state[: len(LENS)] = inputs.has_initial_state
+    return kda_extend_in_graph(
+        layer=layer,
+        meta=meta,
+        conv_pool=pool,
+        ssm_states=states,
+        kernel_dispatcher=kernel,
+        mixed_qkv=mixed,
+        a=gate,
+        b=beta,
+    )
+
+
+@pytest.mark.parametrize("extend", [_extend_eager, _extend_in_graph])
+def test_kernel_receives_contiguous_planes(extend):
+    """Bits of the sliced conv output, no storage shared with a sibling."""
+    inputs, widths, layer, mixed, gate, beta, states = _case(num_tokens=TOKENS + 3)
+    pool, kernel = inputs.pool.clone(), ExtendKernelStandIn()
+    before = mixed.clone()
+    out = extend(inputs, layer, mixed, gate, beta, states, pool, kernel)
+
+    base, base_pool = inputs.run()
+    wanted = base.transpose(0, 1).split(list(widths), dim=1)
+    for name, arrived, value, want in zip("qkv", kernel.arrived, kernel.values, wanted):
+        assert arrived.is_contiguous(), name
+        assert arrived.shape[0] == 1 and arrived.shape[3] == HEAD_DIM
+        assert_same_bits(value[0, :TOKENS].flatten(1), want.contiguous(), name)
+    # The output lies over v; q, k and the conv input are as they were.
+    for name, arrived, value in zip("qk", kernel.arrived, kernel.values):
+        assert_same_bits(arrived[:, :TOKENS], value[:, :TOKENS], name)
+    assert_same_bits(mixed, before, "conv input")
+    assert_same_bits(pool, base_pool, "conv states")
+    assert out.shape == (1, TOKENS + 3, VALUE_HEADS, HEAD_DIM)
+    assert (out[:, :TOKENS] == 0.5).all() and not out[:, TOKENS:].any()
+
+
+if __name__ == "__main__":
+    if _TOO_LATE:
+        sys.exit(subprocess.call([sys.executable, __file__]))
+    sys.exit(pytest.main([__file__, "-v", "-x"]))
