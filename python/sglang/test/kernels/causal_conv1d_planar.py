@@ -7,6 +7,7 @@ from typing import Iterator, Optional, Sequence
 import msgspec
 import torch
 
+from sglang.kernels.ops.attention.fla.l2norm import l2norm_fwd
 from sglang.kernels.ops.mamba.causal_conv1d_triton import (
     CAUSAL_CONV1D_FWD_BLOCK_M,
     PAD_SLOT_ID,
@@ -137,17 +138,38 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) ->
     assert same.all(), f"{what}: {int((~same).sum())} of {same.numel()} bytes differ"
 
 
+def check_l2norm_error(inputs: PlanarConvInputs, widths, head_dim: int) -> None:
+    """Every plane normalised: at most twice the error of the same norm in torch and
+    half a rounding step, both against float64 of the stored conv output."""
+    planes, _ = inputs.run(out_widths=widths, l2norm_head_dims=[head_dim] * len(widths))
+    plain, _ = inputs.run(out_widths=widths)
+    for i in range(len(widths)):
+        heads = plain[i].unflatten(-1, (-1, head_dim))
+        exact = heads.double() / (heads.double().square().sum(-1, True) + 1e-6).sqrt()
+        torch_norm = heads / (heads.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        error = (planes[i].double() - exact.flatten(-2)).abs().max()
+        step = torch.finfo(heads.dtype).eps / 2 * exact.abs().max()
+        allowed = 2 * (torch_norm.double() - exact).abs().max() + step
+        assert error <= allowed, f"plane {i}: error {error}, allowed {allowed}"
+
+
 def check_planes(
     inputs: PlanarConvInputs,
     widths: Sequence[int],
     table: Optional[torch.Tensor] = None,
+    block_tokens: int = CAUSAL_CONV1D_FWD_BLOCK_M,
+    l2norm_head_dims: Optional[Sequence[int]] = None,
     **kwargs,
 ) -> tuple[torch.Tensor, ...]:
     """Planes and conv states have the bits of the base layout, written or not.
 
-    The base runs the per-sequence grid, the planes that of ``table`` if given.
+    The base runs the per-sequence grid, the planes that of ``table`` if given, whose
+    rows count ``block_tokens``. With ``l2norm_head_dims`` the base layout's groups
+    go through ``l2norm_fwd``.
     """
-    grid = {} if table is None else dict(block_table=table, seq_lens_cpu=None)
+    grid = dict(l2norm_head_dims=l2norm_head_dims)
+    if table is not None:
+        grid.update(block_table=table, block_tokens=block_tokens, seq_lens_cpu=None)
     with poisoned_empty():
         base, base_pool = inputs.run(**kwargs)
         planes, pool = inputs.run(out_widths=widths, **kwargs, **grid)
@@ -157,6 +179,9 @@ def check_planes(
         assert plane.untyped_storage().nbytes() == plane.numel() * plane.itemsize
     for i, group in enumerate(base.transpose(0, 1).split(list(widths), dim=1)):
         assert planes[i].is_contiguous()
+        if l2norm_head_dims is not None and l2norm_head_dims[i]:
+            heads = group.unflatten(-1, (-1, l2norm_head_dims[i])).contiguous()
+            group = l2norm_fwd(heads).flatten(-2)
         assert_same_bits(planes[i], group, f"plane {i}")
     assert_same_bits(pool, base_pool, "conv states")
     return planes

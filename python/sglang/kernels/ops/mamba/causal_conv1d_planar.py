@@ -17,12 +17,89 @@ import torch
 import triton
 import triton.language as tl
 
-# Tokens per program of the per-sequence grid.
+# Tokens per program.
 _BLOCK_TOKENS = 64
+# The same of a small batch, and of a row of a fixed grid's block_table.
+CAUSAL_CONV1D_PLANAR_BLOCK_M = 16
+# About eight programs for each SM of an H200: below it the small block wins.
+_MIN_PROGRAMS = 1024
 # Features per program; narrower planes take the next power of two.
 _BLOCK_FEATURES = 512
-# Token rows loaded before the first of them is computed.
-_ROWS_IN_FLIGHT = 8
+# Added to the sum of squares by fla's l2norm_fwd.
+_L2NORM_EPS = 1e-6
+
+
+@triton.jit
+def _silu(x, CUDA_MATH: tl.constexpr):
+    if CUDA_MATH:
+        # exp without its guard for results below 2**-126, which vanish in the
+        # sum: the bits of the base formula for every float32 x, three
+        # instructions fewer.
+        return x / (1 + tl.exp2(x * -1.4426950408889634))
+    return x / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _l2norm_heads(
+    x,  # [BLOCK_N] float32
+    dtype: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    EPS: tl.constexpr,
+    CUDA_MATH: tl.constexpr,
+):
+    """Heads of x, rounded to dtype as a store would, over their L2 norms."""
+    if CUDA_MATH and dtype == tl.bfloat16:
+        # Two values per conversion; the compiler converts one at a time.
+        x = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 pair;
+            cvt.rn.bf16x2.f32 pair, $3, $2;
+            shl.b32 $0, pair, 16;
+            and.b32 $1, pair, 0xffff0000;
+            }""",
+            "=f,=f,f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        x = x.to(dtype).to(tl.float32)
+    heads = tl.reshape(x, (BLOCK_N // HEAD_DIM, HEAD_DIM))
+    norm = tl.sqrt(tl.sum(heads * heads, axis=1) + EPS)
+    if CUDA_MATH:
+        # One reciprocal per head: CUDA's division is a product with it anyway.
+        heads = heads * (1.0 / norm)[:, None]
+    else:
+        heads = heads / norm[:, None]
+    return tl.reshape(heads, (BLOCK_N,))
+
+
+@triton.jit
+def _load_weights(
+    w_row,  # [BLOCK_N] pointers to the feature's first weight
+    mask,
+    stride_w_width: tl.constexpr,
+    KERNEL_WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """KERNEL_WIDTH tensors of [BLOCK_N]."""
+    if KERNEL_WIDTH == 4 and stride_w_width == 1:
+        # One wide load: a load for each column touches every line four times.
+        w = tl.load(
+            w_row[:, None] + tl.arange(0, 4)[None, :], mask=mask[:, None], other=0.0
+        )
+        even, odd = tl.split(tl.reshape(w, (BLOCK_N, 2, 2)))
+        w0, w2 = tl.split(even)
+        w1, w3 = tl.split(odd)
+        weights = (w0, w1, w2, w3)
+    else:
+        weights = ()
+        for j in tl.static_range(KERNEL_WIDTH):
+            w = tl.load(w_row + j * stride_w_width, mask=mask, other=0.0)
+            weights = weights + (w,)
+    return weights
 
 
 @triton.jit
@@ -97,8 +174,13 @@ def _convolve_rows(
     stride_x_token: tl.constexpr,
     KERNEL_WIDTH: tl.constexpr,
     SILU_ACTIVATION: tl.constexpr,
+    L2NORM_HEAD_DIM: tl.constexpr,  # 0: the plane is stored as it is
+    L2NORM_EPS: tl.constexpr,
+    CUDA_MATH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    dtype: tl.constexpr = out_row.dtype.element_ty
     for row in range(0, rows_left, ROWS):
         # All loads before the first use: ROWS rows are in flight.
         taps = window
@@ -110,7 +192,11 @@ def _convolve_rows(
             for j in tl.static_range(KERNEL_WIDTH):
                 acc += taps[r + j] * weights[j]
             if SILU_ACTIVATION:
-                acc = acc / (1 + tl.exp(-acc))
+                acc = _silu(acc, CUDA_MATH)
+            if L2NORM_HEAD_DIM > 0:
+                acc = _l2norm_heads(
+                    acc, dtype, BLOCK_N, L2NORM_HEAD_DIM, L2NORM_EPS, CUDA_MATH
+                )
             tl.store(out_row + r * out_stride, acc, mask=mask & (row + r < rows_left))
         window = taps[ROWS:]
         x_row += ROWS * stride_x_token
@@ -140,6 +226,9 @@ def _causal_conv1d_planar_kernel(
     FIRST_FEATURES: tl.constexpr,  # first feature of each plane
     FIRST_BLOCKS: tl.constexpr,  # first feature block of each plane
     NUM_BLOCKS: tl.constexpr,  # feature blocks of all planes
+    L2NORM_PLANES: tl.constexpr,  # whether each plane is normalised
+    L2NORM_HEAD_DIM: tl.constexpr,  # 0: none is
+    L2NORM_EPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KERNEL_WIDTH: tl.constexpr,
     SILU_ACTIVATION: tl.constexpr,
@@ -147,6 +236,7 @@ def _causal_conv1d_planar_kernel(
     IS_CONTINUOUS_BATCHING: tl.constexpr,
     USE_PAD_SLOT: tl.constexpr,
     USE_BLOCK_TABLE: tl.constexpr,
+    CUDA_MATH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
@@ -180,6 +270,7 @@ def _causal_conv1d_planar_kernel(
     width = WIDTHS[0]
     first_feature = 0
     first_block = 0
+    normed = L2NORM_PLANES[0]
     for p in tl.static_range(1, len(WIDTHS)):
         reached = block_n >= FIRST_BLOCKS[p]
         if reached:
@@ -187,6 +278,7 @@ def _causal_conv1d_planar_kernel(
         width = tl.where(reached, WIDTHS[p], width)
         first_feature = tl.where(reached, FIRST_FEATURES[p], first_feature)
         first_block = tl.where(reached, FIRST_BLOCKS[p], first_block)
+        normed = tl.where(reached, L2NORM_PLANES[p], normed)
     column = (block_n - first_block) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = column < width
     feature = first_feature + column
@@ -224,16 +316,34 @@ def _causal_conv1d_planar_kernel(
             stride_state_token,
             KERNEL_WIDTH - 1,
         )
-    weights = ()
-    for j in tl.static_range(KERNEL_WIDTH):
-        w = tl.load(
-            w_ptr + feature * stride_w_dim + j * stride_w_width, mask=mask, other=0.0
-        )
-        weights = weights + (w,)
+    weights = _load_weights(
+        w_ptr + feature * stride_w_dim, mask, stride_w_width, KERNEL_WIDTH, BLOCK_N
+    )
     if HAS_BIAS:
         bias = tl.load(bias_ptr + feature, mask=mask, other=0.0).to(tl.float32)
     else:
         bias = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    if L2NORM_HEAD_DIM > 0:
+        if normed:
+            _convolve_rows(
+                x_row,
+                out_row,
+                rows_left,
+                width,
+                window,
+                weights,
+                bias,
+                mask,
+                stride_x_token,
+                KERNEL_WIDTH,
+                SILU_ACTIVATION,
+                L2NORM_HEAD_DIM,
+                L2NORM_EPS,
+                CUDA_MATH,
+                BLOCK_N,
+                ROWS,
+            )
+            return
     _convolve_rows(
         x_row,
         out_row,
@@ -246,6 +356,10 @@ def _causal_conv1d_planar_kernel(
         stride_x_token,
         KERNEL_WIDTH,
         SILU_ACTIVATION,
+        0,
+        L2NORM_EPS,
+        CUDA_MATH,
+        BLOCK_N,
         ROWS,
     )
 
@@ -309,12 +423,37 @@ def _check_arguments(
         )
 
 
+def _l2norm_head_dim(widths: Tuple[int, ...], head_dims: Tuple[int, ...]) -> int:
+    """The one head dim of the normalised planes, 0 for none."""
+    dims = {d for d in head_dims if d != 0}
+    head_dim = max(dims, default=0)
+    if (
+        len(head_dims) != len(widths)
+        or len(dims) > 1
+        or head_dim < 0
+        or (head_dim and _BLOCK_FEATURES % head_dim)
+        or any(d and w % d for w, d in zip(widths, head_dims))
+    ):
+        raise ValueError(
+            "l2norm_head_dims needs one entry per plane: 0, or a head dim that all "
+            f"normalised planes share, that divides {_BLOCK_FEATURES} and the plane's "
+            f"width; got {head_dims} for out_widths {widths}"
+        )
+    return head_dim
+
+
 @lru_cache(maxsize=64)
-def _plan(widths: Tuple[int, ...]) -> Tuple[dict, int]:
+def _plan(widths: Tuple[int, ...], head_dims: Tuple[int, ...]) -> Tuple[dict, int]:
     """Launch constants of a model's planes: (kernel arguments, feature blocks)."""
     if not widths or min(widths) <= 0:
         raise ValueError(f"out_widths must be positive, got {widths}")
-    block_n = min(_BLOCK_FEATURES, triton.next_power_of_2(max(widths)))
+    head_dim = _l2norm_head_dim(widths, head_dims)
+    block_n, rows, num_warps = _BLOCK_FEATURES, 8, 4
+    if head_dim:
+        # Eight features a thread, as in l2norm_fwd; registers for four rows.
+        rows, num_warps = 4, 2
+    else:
+        block_n = min(block_n, triton.next_power_of_2(max(widths)))
     first_features = (0, *accumulate(widths))[:-1]
     *first_blocks, num_blocks = (0, *accumulate(-(-w // block_n) for w in widths))
     constants = dict(
@@ -322,11 +461,30 @@ def _plan(widths: Tuple[int, ...]) -> Tuple[dict, int]:
         FIRST_FEATURES=first_features,
         FIRST_BLOCKS=tuple(first_blocks),
         NUM_BLOCKS=num_blocks,
+        L2NORM_PLANES=tuple(d > 0 for d in head_dims),
+        L2NORM_HEAD_DIM=head_dim,
+        L2NORM_EPS=_L2NORM_EPS,
         BLOCK_N=block_n,
-        ROWS=_ROWS_IN_FLIGHT,
-        num_warps=4,
+        ROWS=rows,
+        num_warps=num_warps,
     )
     return constants, num_blocks
+
+
+def planar_l2norm_is_exact(x: torch.Tensor, head_dim: int) -> bool:
+    """Whether ``l2norm_head_dims`` gives the bits of fla's ``l2norm_fwd``.
+
+    x is the token-major ``[tokens, dim]`` input. Both kernels must then sum a head
+    in one order: eight elements a lane over sixteen lanes.
+    """
+    return (
+        x.is_cuda
+        and torch.version.hip is None
+        and head_dim == 128
+        and x.element_size() == 2
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+    )
 
 
 def causal_conv1d_planar_fn(
@@ -344,6 +502,7 @@ def causal_conv1d_planar_fn(
     pad_slot_id: Optional[int] = -1,
     block_table: Optional[torch.Tensor] = None,
     block_tokens: int,
+    l2norm_head_dims: Optional[Sequence[int]] = None,
 ) -> Tuple[torch.Tensor, ...]:
     """Varlen causal conv1d with ``[tokens, out_widths[p]]`` outputs, in x's dtype.
 
@@ -351,6 +510,8 @@ def causal_conv1d_planar_fn(
     stride and any token stride; ``conv_states`` rows are updated in place.
     ``block_tokens`` is the number of tokens of one ``block_table`` row. Each output
     is its own allocation; rows of no sequence or of a padded one stay unwritten.
+    A plane with an entry in ``l2norm_head_dims`` is stored as ``l2norm_fwd`` of it,
+    head by head (see ``planar_l2norm_is_exact``); conv states are not affected.
     """
     _check_arguments(
         x=x,
@@ -364,13 +525,16 @@ def causal_conv1d_planar_fn(
         block_tokens=block_tokens,
     )
     widths = tuple(out_widths)
-    constants, num_blocks = _plan(widths)
+    head_dims = tuple(l2norm_head_dims) if l2norm_head_dims else (0,) * len(widths)
+    constants, num_blocks = _plan(widths, head_dims)
     tokens = x.size(1)
     outs = tuple([x.new_empty((tokens, w)) for w in widths])
     if block_table is not None:
         block_m, num_chunks, blocks_m = block_tokens, 1, block_table.size(0)
     else:
         block_m = _BLOCK_TOKENS
+        if -(-tokens // block_m) * num_blocks < _MIN_PROGRAMS:
+            block_m = CAUSAL_CONV1D_PLANAR_BLOCK_M
         num_chunks = -(-max(seq_lens_cpu, default=0) // block_m)
         blocks_m = len(seq_lens_cpu) * num_chunks
     if blocks_m == 0:
@@ -401,6 +565,7 @@ def causal_conv1d_planar_fn(
         IS_CONTINUOUS_BATCHING=cache_indices is not None,
         USE_PAD_SLOT=pad_slot_id is not None,
         USE_BLOCK_TABLE=block_table is not None,
+        CUDA_MATH=x.is_cuda and torch.version.hip is None,
         BLOCK_M=block_m,
         **constants,
     )

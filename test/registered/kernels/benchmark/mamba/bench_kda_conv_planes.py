@@ -1,4 +1,5 @@
-"""KDA prefill core on CUDA: conv + split copies, conv + one pack launch, planes.
+"""KDA prefill core on CUDA: conv + split copies, conv + one pack launch, planes,
+and planes with the q and k L2 norm folded into the store.
 
 Correctness first: no time is printed for a shape whose outputs differ in a bit.
 Every repetition runs all variants once, alternating the order, each after a
@@ -17,9 +18,20 @@ import triton
 import triton.language as tl
 
 from sglang.kernels.ops.attention.fla.kda import chunk_kda
-from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_fn
+from sglang.kernels.ops.attention.fla.l2norm import l2norm_fwd
+from sglang.kernels.ops.mamba.causal_conv1d_planar import (
+    CAUSAL_CONV1D_PLANAR_BLOCK_M,
+)
+from sglang.kernels.ops.mamba.causal_conv1d_triton import (
+    CAUSAL_CONV1D_FWD_BLOCK_M,
+    causal_conv1d_fn,
+)
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.kernels.causal_conv1d_planar import assert_same_bits, make_inputs
+from sglang.test.kernels.causal_conv1d_planar import (
+    assert_same_bits,
+    block_table,
+    make_inputs,
+)
 
 register_cuda_ci(
     est_time=90, stage="base-b-kernel-benchmark", runner_config="1-gpu-large"
@@ -135,7 +147,17 @@ class Case:
     def planes(self):
         return self.conv(out_widths=self.widths)
 
-    def core(self, layout):
+    def folded(self):
+        return self.conv(
+            out_widths=self.widths, l2norm_head_dims=(HEAD_DIM, HEAD_DIM, 0)
+        )
+
+    def normed_base(self):
+        q, k, v = self.base()
+        q, k = (l2norm_fwd(t.unflatten(-1, (-1, HEAD_DIM))) for t in (q, k))
+        return [q.flatten(1), k.flatten(1), v]
+
+    def core(self, layout, *, qk_is_l2normed=False):
         q, k, v = (t.unflatten(-1, (-1, HEAD_DIM)).unsqueeze(0) for t in layout())
         return chunk_kda(
             q=q,
@@ -145,13 +167,33 @@ class Case:
             beta=self.beta,
             initial_state=self.state,
             initial_state_indices=self.inputs.cache_indices,
-            use_qk_l2norm_in_kernel=True,
+            use_qk_l2norm_in_kernel=not qk_is_l2normed,
             cu_seqlens=self.inputs.query_start_loc,
             A_log=self.a_log,
             dt_bias=self.dt_bias,
             lower_bound=LOWER_BOUND,
             beta_is_raw=True,
         )
+
+    def table_variants(self):
+        """The CUDA graph path: fixed grids over the pairs of a full bucket."""
+        tables = {
+            n: block_table(self.inputs.lens, device="cuda", block_tokens=n, padding=0)
+            for n in (CAUSAL_CONV1D_FWD_BLOCK_M, CAUSAL_CONV1D_PLANAR_BLOCK_M)
+        }
+
+        def base():
+            table = tables[CAUSAL_CONV1D_FWD_BLOCK_M]
+            out = self.conv(block_table=table).transpose(0, 1)
+            return [t.contiguous() for t in out.split(self.widths, dim=1)]
+
+        def planes():
+            n = CAUSAL_CONV1D_PLANAR_BLOCK_M
+            return self.conv(
+                block_table=tables[n], block_tokens=n, out_widths=self.widths
+            )
+
+        return {"table base": base, "table planes": planes}
 
     def conv_variants(self):
         return {"base": self.base, "pack": self.pack, "planes": self.planes}
@@ -160,6 +202,7 @@ class Case:
         return {
             "base": lambda: [self.core(self.slices)],
             "planes": lambda: [self.core(self.planes)],
+            "folded": lambda: [self.core(self.folded, qk_is_l2normed=True)],
         }
 
     def check(self, variants) -> None:
@@ -223,10 +266,13 @@ def _report(title: str, shape: Shape, measured, *columns) -> None:
 
 def bench_conv(shape: Shape, repetitions: int) -> None:
     case = Case(shape, core=False)
-    case.check(case.conv_variants())
+    variants = {**case.conv_variants(), **case.table_variants()}
+    case.check(variants)
+    normed = {"normed base": case.normed_base, "folded": case.folded}
+    case.check(normed)
     target = torch.empty_like(case.inputs.x)
     measured = _measure(
-        {**case.conv_variants(), "floor": lambda: target.copy_(case.inputs.x)},
+        {**variants, **normed, "floor": lambda: target.copy_(case.inputs.x)},
         repetitions,
     )
     times, _ = measured
@@ -255,6 +301,7 @@ def bench_core(shape: Shape, repetitions: int) -> None:
         shape,
         measured,
         ("base/planes", f"{times['base'] / times['planes']:.3f}x"),
+        ("base/folded", f"{times['base'] / times['folded']:.3f}x"),
         ("peak GB", "/".join(f"{gb:.2f}" for gb in peaks.values())),
     )
 

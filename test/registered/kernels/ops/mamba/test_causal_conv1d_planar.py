@@ -6,12 +6,17 @@ import pytest
 import torch
 
 from sglang.kernels.jit.utils import get_ci_test_range
+from sglang.kernels.ops.mamba.causal_conv1d_planar import (
+    CAUSAL_CONV1D_PLANAR_BLOCK_M,
+    planar_l2norm_is_exact,
+)
 from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_fn
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.kernels.causal_conv1d_planar import (
     UGLY_LENGTHS,
     assert_same_bits,
     block_table,
+    check_l2norm_error,
     check_planes,
     make_inputs,
 )
@@ -32,11 +37,19 @@ def _inputs(lens, widths, *, dtype=torch.bfloat16, **kwargs):
 @requires_cuda
 @pytest.mark.parametrize("lens", LENGTHS, ids=str)
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
-@pytest.mark.parametrize("fixed_grid", [False, True])
-def test_lengths_and_grids(lens, widths, fixed_grid):
+@pytest.mark.parametrize("block_tokens", [None, 8, CAUSAL_CONV1D_PLANAR_BLOCK_M])
+def test_lengths_and_grids(lens, widths, block_tokens):
     inputs = _inputs(lens, widths)
-    table = block_table(lens, device="cuda") if fixed_grid else None
-    check_planes(inputs, widths, table=table)
+    if block_tokens is None:
+        check_planes(inputs, widths)
+        return
+    table = block_table(lens, device="cuda", block_tokens=block_tokens)
+    check_planes(inputs, widths, table=table, block_tokens=block_tokens)
+
+
+@requires_cuda
+def test_the_tile_of_large_batches():
+    check_planes(_inputs([22000, 0, 3, 500], WIDTHS[0]), WIDTHS[0])
 
 
 @requires_cuda
@@ -58,6 +71,43 @@ def test_dtypes_bias_and_activation(
         kernel_width=kernel_width,
     )
     check_planes(inputs, WIDTHS[0])
+
+
+@requires_cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("lens", [[1], [300, 0, 2, 64], [22000]], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4, 4), (1, 1, 3), (2, 2, 8), (12, 12, 12)])
+@pytest.mark.parametrize("fixed_grid", [False, True])
+def test_l2norm_has_the_bits_of_l2norm_fwd(dtype, lens, heads, fixed_grid):
+    widths = tuple(128 * h for h in heads)
+    inputs = _inputs(lens, widths, dtype=dtype)
+    assert planar_l2norm_is_exact(inputs.x, 128)
+    n = CAUSAL_CONV1D_PLANAR_BLOCK_M
+    table = block_table(lens, device="cuda", block_tokens=n) if fixed_grid else None
+    check_planes(
+        inputs, widths, table=table, block_tokens=n, l2norm_head_dims=(128, 128, 0)
+    )
+
+
+@requires_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("row_padding", [1, 8])
+def test_l2norm_error(dtype, head_dim, row_padding):
+    """Also where the bits are not promised: other head dims, unaligned rows."""
+    inputs = _inputs([300, 5], WIDTHS[0], dtype=dtype, row_padding=row_padding)
+    check_l2norm_error(inputs, WIDTHS[0], head_dim=head_dim)
+
+
+@requires_cuda
+def test_l2norm_is_promised_only_where_it_is_exact():
+    x = torch.zeros(4, 1024, dtype=torch.bfloat16, device="cuda")
+    assert planar_l2norm_is_exact(x, 128)
+    assert not planar_l2norm_is_exact(x, 64)
+    assert not planar_l2norm_is_exact(x.float(), 128)
+    assert not planar_l2norm_is_exact(x[:, 1:], 128)
+    assert not planar_l2norm_is_exact(x.new_zeros(4, 1025)[:, :1024], 128)
+    assert not planar_l2norm_is_exact(x.cpu(), 128)
 
 
 @requires_cuda

@@ -12,6 +12,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from sglang.kernels.ops.mamba import causal_conv1d_planar  # noqa: E402
+from sglang.kernels.ops.mamba.causal_conv1d_planar import (  # noqa: E402
+    CAUSAL_CONV1D_PLANAR_BLOCK_M,
+)
 from sglang.kernels.ops.mamba.causal_conv1d_triton import (  # noqa: E402
     causal_conv1d_fn,
 )
@@ -20,6 +24,7 @@ from sglang.test.kernels.causal_conv1d_planar import (  # noqa: E402
     UGLY_LENGTHS,
     assert_same_bits,
     block_table,
+    check_l2norm_error,
     check_planes,
     make_inputs,
 )
@@ -65,11 +70,24 @@ def test_state_dtype_differs_from_x():
     check_planes(inputs, WIDTHS)
 
 
+@pytest.mark.parametrize("lens", [[0, 64, 2], [70]], ids=str)
+def test_the_tile_of_large_batches(lens, monkeypatch):
+    """The interpreter is too slow for a batch that takes it by its size."""
+    monkeypatch.setattr(causal_conv1d_planar, "_MIN_PROGRAMS", 0)
+    check_planes(_inputs(lens, widths=(24, 48)), (24, 48))
+
+
+@pytest.mark.parametrize("block_tokens", [8, CAUSAL_CONV1D_PLANAR_BLOCK_M])
 @pytest.mark.parametrize("lens", [[17, 0, 2]], ids=str)
-def test_block_table_rows_in_any_order(lens):
-    table = block_table(lens, device="cpu")
+def test_block_table_rows_in_any_order(lens, block_tokens):
+    table = block_table(lens, device="cpu", block_tokens=block_tokens)
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))
-    check_planes(_inputs(lens), WIDTHS, table=table[order].contiguous())
+    check_planes(
+        _inputs(lens),
+        WIDTHS,
+        table=table[order].contiguous(),
+        block_tokens=block_tokens,
+    )
 
 
 @pytest.mark.parametrize("fixed_grid", [False, True])
@@ -82,6 +100,18 @@ def test_padded_sequences_leave_rows_and_states_alone(fixed_grid):
     planes = check_planes(inputs, WIDTHS, table=table)
     for plane in planes:
         assert plane[9:14].isnan().all() and not plane[:9].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dims", [(16, 16, 0), (0, 8, 8)], ids=str)
+def test_l2norm_of_chosen_planes(dtype, head_dims):
+    widths = (32, 48, 24)
+    inputs = _inputs([1, 9], widths=widths, dtype=dtype)
+    check_planes(inputs, widths, l2norm_head_dims=head_dims)
+
+
+def test_l2norm_error():
+    check_l2norm_error(_inputs([2, 9], widths=(32, 64)), (32, 64), head_dim=16)
 
 
 def test_any_pad_slot_id_skips_the_sequence_of_that_number():
@@ -164,6 +194,10 @@ def test_offsets_past_32_bits():
             dict(block_table=torch.zeros(4, 2, dtype=torch.int32), block_tokens=2),
             "block_tokens must be at least 3",
         ),
+        (dict(l2norm_head_dims=(8, 8)), "one entry per plane"),
+        (dict(l2norm_head_dims=(8, 4, 0)), "all normalised planes share"),
+        (dict(l2norm_head_dims=(16, 0, 0)), "divides 512 and the plane's width"),
+        (dict(l2norm_head_dims=(24, 0, 0)), "divides 512 and the plane's width"),
     ],
 )
 def test_bad_arguments_are_named(change, match):

@@ -10,12 +10,16 @@ _TOO_LATE = "triton" in sys.modules and not _INTERPRET
 os.environ["TRITON_INTERPRET"] = "1"
 
 from types import SimpleNamespace  # noqa: E402
+from unittest.mock import patch  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from sglang.kernels.ops.attention.fla.l2norm import l2norm_fwd  # noqa: E402
+from sglang.srt.layers.attention.linear import kda_backend  # noqa: E402
 from sglang.srt.layers.attention.linear.kda_backend import (  # noqa: E402
     KDAAttnBackend,
+    KDAKernelDispatcher,
 )
 from sglang.srt.layers.attention.linear.kda_prefill_graph import (  # noqa: E402
     KDAPrefillGraphMetadata,
@@ -23,6 +27,9 @@ from sglang.srt.layers.attention.linear.kda_prefill_graph import (  # noqa: E402
 )
 from sglang.srt.layers.attention.linear.kernels.kernel_backend import (  # noqa: E402
     LinearAttnKernelBase,
+)
+from sglang.srt.layers.attention.linear.utils import (  # noqa: E402
+    LinearAttnKernelBackend,
 )
 from sglang.srt.layers.attention.mamba.mamba2_metadata import (  # noqa: E402
     ForwardMetadata,
@@ -48,17 +55,26 @@ class ExtendKernelStandIn(LinearAttnKernelBase):
     """Stands in for the CUDA extend kernels: keeps q, k and v as they arrived and,
     as chunk_kda does, writes the output over v."""
 
+    def __init__(self, takes_l2normed_qk=False):
+        self.takes_l2normed_qk = takes_l2normed_qk
+
     def decode(self, *args, **kwargs):
         raise NotImplementedError
 
-    def extend(self, q, k, v, g, beta, **kwargs):
+    def extend(self, q, k, v, g, beta, *, qk_is_l2normed, **kwargs):
+        self.qk_is_l2normed = qk_is_l2normed
         self.arrived = (q, k, v)
         self.values = tuple(t.clone() for t in (q, k, v))
         v.fill_(0.5)
         return v
 
-    def effective_extend_kernel(self, lower_bound, num_tokens, num_seqs=1):
-        return self
+
+def _dispatcher(kernel):
+    """The real dispatcher around the stand-in; its constructor loads CUDA kernels."""
+    dispatcher = object.__new__(KDAKernelDispatcher)
+    dispatcher.prefill_backend = LinearAttnKernelBackend.TRITON
+    dispatcher.extend_kernel = dispatcher.triton_kernel = kernel
+    return dispatcher
 
 
 def _case(num_tokens=TOKENS):
@@ -86,7 +102,7 @@ def _extend_eager(inputs, layer, mixed, gate, beta, states, pool, kernel):
     backend = object.__new__(KDAAttnBackend)
     backend.prefill_graph_metadata = None
     backend.accept_lens_pool = None
-    backend.kernel_dispatcher = kernel
+    backend.kernel_dispatcher = _dispatcher(kernel)
     backend.forward_metadata = ForwardMetadata(
         query_start_loc=inputs.query_start_loc,
         mamba_cache_indices=inputs.cache_indices,
@@ -120,7 +136,7 @@ def _extend_in_graph(inputs, layer, mixed, gate, beta, states, pool, kernel):
         meta=meta,
         conv_pool=pool,
         ssm_states=states,
-        kernel_dispatcher=kernel,
+        kernel_dispatcher=_dispatcher(kernel),
         mixed_qkv=mixed,
         a=gate,
         b=beta,
@@ -148,6 +164,31 @@ def test_kernel_receives_contiguous_planes(extend):
     assert_same_bits(pool, base_pool, "conv states")
     assert out.shape == (1, TOKENS + 3, VALUE_HEADS, HEAD_DIM)
     assert (out[:, :TOKENS] == 0.5).all() and not out[:, TOKENS:].any()
+
+
+@pytest.mark.parametrize("extend", [_extend_eager, _extend_in_graph])
+@pytest.mark.parametrize(
+    "takes, exact, normed",
+    [(True, True, True), (True, False, False), (False, True, False)],
+)
+def test_qk_are_normalised_only_for_a_kernel_that_skips_its_norm(
+    extend, takes, exact, normed
+):
+    inputs, widths, layer, mixed, gate, beta, states = _case()
+    pool, kernel = inputs.pool.clone(), ExtendKernelStandIn(takes_l2normed_qk=takes)
+    # The promise is CUDA's; in the interpreter the two norms agree as well.
+    with patch.object(kda_backend, "planar_l2norm_is_exact", lambda x, dim: exact):
+        extend(inputs, layer, mixed, gate, beta, states, pool, kernel)
+
+    base, base_pool = inputs.run()
+    q, k, v = base.transpose(0, 1).split(list(widths), dim=1)
+    q, k = (t.unflatten(-1, (-1, HEAD_DIM)).contiguous() for t in (q, k))
+    if normed:
+        q, k = l2norm_fwd(q), l2norm_fwd(k)
+    assert kernel.qk_is_l2normed is normed
+    for name, value, want in zip("qkv", kernel.values, (q, k, v)):
+        assert_same_bits(value[0].flatten(1), want.reshape(TOKENS, -1), name)
+    assert_same_bits(pool, base_pool, "conv states")
 
 
 if __name__ == "__main__":

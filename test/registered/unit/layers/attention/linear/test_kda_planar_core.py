@@ -11,13 +11,17 @@ from unittest.mock import patch
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_fn
+from sglang.kernels.ops.mamba.causal_conv1d_triton import (
+    CAUSAL_CONV1D_FWD_BLOCK_M,
+    causal_conv1d_fn,
+)
 from sglang.srt.configs.mamba_utils import KimiLinearStateShape
 from sglang.srt.layers.attention.linear import kda_backend, kda_prefill_graph
 from sglang.srt.layers.attention.linear.kda_prefill_graph import (
     KDAPrefillGraphMetadata,
     build_track_rows,
 )
+from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.test.ci.ci_register import register_cuda_ci
@@ -34,8 +38,18 @@ HEAD_DIM = 128
 CONV_WIDTH = 4
 
 
-def _base_layout(x, weight, bias, *, out_widths, **kwargs):
+def _base_layout(
+    x, weight, bias, *, out_widths, l2norm_head_dims, block_tokens=None, **kwargs
+):
     """The conv as it was: q, k and v are column slices of one tensor."""
+    assert l2norm_head_dims is None
+    if block_tokens is not None:
+        # Each row of the bucket's table is several of the base kernel's blocks.
+        parts = block_tokens // CAUSAL_CONV1D_FWD_BLOCK_M
+        table = kwargs["block_table"].repeat_interleave(parts, dim=0)
+        part = torch.arange(parts, dtype=table.dtype, device=table.device)
+        table[:, 1] = table[:, 1] * parts + part.repeat(len(kwargs["block_table"]))
+        kwargs["block_table"] = table
     out = causal_conv1d_fn(x, weight, bias, **kwargs).transpose(0, 1)
     return out.split(list(out_widths), dim=1)
 
@@ -155,6 +169,7 @@ class KDACore:
         with (
             patch.object(kda_backend, "causal_conv1d_fn", _base_layout),
             patch.object(kda_prefill_graph, "causal_conv1d_fn", _base_layout),
+            patch.object(TritonKDAKernel, "takes_l2normed_qk", False),
         ):
             return self.run(meta)
 
@@ -198,7 +213,7 @@ class TestKDAPlanarCore(CustomTestCase):
         self.assert_same(actual, expected)
         self.assertFalse(actual[0][:, sum(core.lens) :].any())
 
-    def _copies_after_conv(self, run):
+    def _kernels_after_conv(self, run):
         run()
         with profile(activities=[ProfilerActivity.CUDA]) as prof:
             run()
@@ -209,15 +224,19 @@ class TestKDAPlanarCore(CustomTestCase):
         names = [k.name for k in kernels]
         conv = max(i for i, n in enumerate(names) if "causal_conv1d" in n)
         last = max(i for i, n in enumerate(names) if "chunk_gla_fwd_kernel_o" in n)
-        return [n for n in names[conv:last] if "copy" in n.lower()]
+        return names[conv:last]
 
-    def test_no_copy_between_conv_and_output(self):
+    def test_no_copy_and_no_norm_between_conv_and_output(self):
         core = KDACore(self, [256, 300])
-        base = Counter(self._copies_after_conv(core.run_base))
-        planes = Counter(self._copies_after_conv(core.run))
-        self.assertEqual(planes - base, Counter(), "new copies")
+        base = self._kernels_after_conv(core.run_base)
+        planes = self._kernels_after_conv(core.run)
         # The base's other copies (beta, indices) are not those of q, k and v.
-        self.assertEqual((base - planes).total(), 3, (base, planes))
+        for what, removed in (("copy", 3), ("l2norm", 2)):
+            gone = Counter(n for n in base if what in n.lower())
+            left = Counter(n for n in planes if what in n.lower())
+            self.assertEqual(left - gone, Counter(), "new kernels")
+            self.assertEqual((gone - left).total(), removed, (base, planes))
+        self.assertFalse([n for n in planes if "l2norm" in n.lower()])
 
     def test_peak_memory_is_below_the_base_layout(self):
         core = KDACore(self, [8192], heads=12)
