@@ -1,0 +1,1 @@
+"""Paired measurements and correctness probes for an SGLang patch series."""
