@@ -1,0 +1,1 @@
+"""Op modules to start from."""
