@@ -1,0 +1,1 @@
+"""Finds test stubs that lack an attribute which production code reads."""
