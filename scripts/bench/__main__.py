@@ -4,8 +4,8 @@ import importlib
 import sys
 from pathlib import Path
 
-# This folder must not stay on the path: its `statistics` and `trace` would
-# shadow the standard library's for everything imported later.
+# This folder must not stay on the path: its `trace` would shadow the standard
+# library's for everything imported later.
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != HERE]
 sys.path.insert(0, str(HERE.parent))
