@@ -1,7 +1,9 @@
 """One SGLang server for one run: started (on one or more hosts) or attached to."""
 
+import contextlib
 import json
 import os
+import random
 import shlex
 import shutil
 import socket
@@ -23,10 +25,19 @@ LAUNCHER = Path(__file__).resolve().parent / "launcher.py"
 
 
 def free_port(host: str) -> int:
-    """A port nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+    """A port nothing listens on now and that the kernel gives nobody by itself.
+
+    A server binds its port only when its model is loaded. Until then a port from the
+    kernel's own range can go to anything that asks for any port, its workers included.
+    """
+    # SGLang picks those of its workers above 20000.
+    for port in random.SystemRandom().sample(range(10000, 20000), k=64):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise BenchError(
+        f"no free port from 10000 to 19999 on {host}; set server.port to a free one"
+    )
 
 
 def refuse_busy_port(host: str, port: int) -> None:
@@ -166,6 +177,7 @@ class Server:
     def _wait(self) -> None:
         def ready() -> bool:
             self.refuse_dead()
+            self._refuse_lost_port()
             return self.client.healthy()
 
         timeout = self.config.server.ready_timeout
@@ -224,6 +236,19 @@ class Server:
                     f"run {self.label}: the server{node} ended with status {status};"
                     f" its log:\n{child.tail()}\n(whole log: {child.log})"
                 )
+
+    def _refuse_lost_port(self) -> None:
+        """Raises RunFailed when the port went to another process during start-up.
+
+        SGLang itself would wait 12 minutes for an answer from that process.
+        """
+        lost = f", {self.port}): address already in use"  # uvicorn's words
+        if any(lost in child.tail() for child in self.children):
+            raise RunFailed(
+                f"run {self.label}: another process took port {self.port} while the"
+                " server was starting; run again, with server.port 0 or a port outside"
+                f" the kernel's own range{self._log_tails()}"
+            )
 
     def _log_tails(self) -> str:
         return "".join(f"\n{child.log}:\n{child.tail()}" for child in self.children)

@@ -12,7 +12,6 @@ import argparse
 import importlib.util
 import json
 import random
-import socket
 import subprocess
 import sys
 import unittest
@@ -28,6 +27,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.moe import kimi_k3_prefill_tactics
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.network import get_free_port_below_ephemeral
 from sglang.test import kl_test_utils, simple_eval_mixed_prefix_gsm8k
 from sglang.test.kits.prefill_arms_kit import PrefillArm, PrefillArmsMixin
 from sglang.test.server_fixtures.default_fixture import DefaultServerBase
@@ -273,9 +273,7 @@ class Outcomes(unittest.TextTestResult):
 def main() -> None:
     make_model(SCRATCH / "model")
     questions = write_kit_data(OneServer.model)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        OneServer.base_url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    OneServer.base_url = f"http://127.0.0.1:{get_free_port_below_ephemeral()}"
     loader = unittest.defaultTestLoader
     suite = unittest.TestSuite(
         loader.loadTestsFromModule(module)

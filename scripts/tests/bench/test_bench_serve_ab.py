@@ -5,14 +5,18 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import benchkit
 import psutil
 import pytest
 from bench import procs, rows
 from bench.client import Client
+from bench.errors import BenchError
 from bench.server import free_port
 from benchkit import SCRIPTS, git, run_bench
+
+KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def read(tmp_path):
@@ -251,6 +255,29 @@ def test_a_busy_port_is_named_with_the_way_out(tmp_path, standin):
     assert f"port {port} on 127.0.0.1 is busy" in done.stderr
     assert "server.port" in done.stderr
     assert not (tmp_path / "scratch" / "trial.jsonl").exists()
+
+
+def test_a_port_lost_while_starting_ends_the_run_at_once(tmp_path, standin):
+    faults = ["--faults", "lost-port"]
+    path = benchkit.write(tmp_path, standin, arms__series__arguments=faults)
+    done = run_bench("serve-ab", path)
+    assert done.returncode == 1
+    assert "another process took port" in done.stdout
+    assert "server.port 0" in done.stdout
+    assert speeds(done) == ["base-1"]
+    assert not leftovers(tmp_path)
+
+
+def test_free_ports_lie_outside_the_range_the_kernel_gives_away():
+    first = int(KERNEL_PORTS.read_text().split()[0])
+    if first < 20000:
+        pytest.skip(f"this kernel gives away ports from {first} up")
+    assert all(free_port("127.0.0.1") < first for _ in range(20))
+
+
+def test_a_host_without_a_free_port_is_named():
+    with pytest.raises(BenchError, match="no free port .* on 203.0.113.1; set server"):
+        free_port("203.0.113.1")  # no machine has a documentation address
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

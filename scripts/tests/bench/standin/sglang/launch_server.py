@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -102,10 +103,25 @@ class Handler(BaseHTTPRequestHandler):
         return {"text": " ".join(map(str, made)), "output_ids": made, "meta_info": meta}
 
 
+def lose_port(host: str, port: int) -> None:
+    """As SGLang: another socket has the port, and the way out waits for a warm-up."""
+    import uvicorn
+
+    async def warming(_scope, receive, send) -> None:
+        while (await receive())["type"] != "lifespan.shutdown":
+            await send({"type": "lifespan.startup.complete"})
+        time.sleep(3600)
+
+    with socket.create_server((host, port)):
+        uvicorn.run(warming, host=host, port=port)
+
+
 if __name__ == "__main__":
     arguments = PARSER.parse_args()
     if "no-start" in arguments.faults:
         raise SystemExit("stand-in: refuses to start on purpose")
+    if "lost-port" in arguments.faults:
+        lose_port(arguments.host, arguments.port)
     if arguments.node_rank:
         while True:
             time.sleep(3600)
