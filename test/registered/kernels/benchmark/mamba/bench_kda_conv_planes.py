@@ -311,6 +311,8 @@ def main() -> None:
     parser.add_argument("-f", action="store_true", help="CI runner's flag, ignored")
     parser.add_argument("--repetitions", type=int, default=15)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton "
         f"{triton.__version__}, bfloat16, float32 weights, head dim {HEAD_DIM}, "

@@ -4,13 +4,20 @@ import os
 import subprocess
 import sys
 
+import pytest
+import torch
+
 _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 # A process that has imported triton without this can only compile.
 _TOO_LATE = "triton" in sys.modules and not _INTERPRET
+# One that has imported it with this never compiles again: no place for device tests.
+_SHARED = _TOO_LATE or (torch.accelerator.is_available() and not _INTERPRET)
+if _SHARED and __name__ != "__main__":
+    pytest.skip(
+        f"needs its own process: TRITON_INTERPRET=1 pytest {__file__}",
+        allow_module_level=True,
+    )
 os.environ["TRITON_INTERPRET"] = "1"
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
 
 from sglang.kernels.ops.mamba import causal_conv1d_planar  # noqa: E402
 from sglang.kernels.ops.mamba.causal_conv1d_planar import (  # noqa: E402
@@ -194,6 +201,8 @@ def test_offsets_past_32_bits():
             dict(block_table=torch.zeros(4, 2, dtype=torch.int32), block_tokens=2),
             "block_tokens must be at least 3",
         ),
+        (dict(out_widths=None, block_tokens=16), "need out_widths"),
+        (dict(out_widths=None, l2norm_head_dims=(8, 8, 0)), "need out_widths"),
         (dict(l2norm_head_dims=(8, 8)), "one entry per plane"),
         (dict(l2norm_head_dims=(8, 4, 0)), "all normalised planes share"),
         (dict(l2norm_head_dims=(16, 0, 0)), "divides 512 and the plane's width"),

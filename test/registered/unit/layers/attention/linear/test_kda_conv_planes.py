@@ -1,22 +1,31 @@
 """KDA extend hands its kernel contiguous q, k and v (Triton interpreter, CPU)."""
 
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import msgspec
+import pytest
+import torch
 
 _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 # A process that has imported triton without this can only compile.
 _TOO_LATE = "triton" in sys.modules and not _INTERPRET
+# One that has imported it with this never compiles again: no place for device tests.
+_SHARED = _TOO_LATE or (torch.accelerator.is_available() and not _INTERPRET)
+if _SHARED and __name__ != "__main__":
+    pytest.skip(
+        f"needs its own process: TRITON_INTERPRET=1 pytest {__file__}",
+        allow_module_level=True,
+    )
 os.environ["TRITON_INTERPRET"] = "1"
 
-from types import SimpleNamespace  # noqa: E402
-from unittest.mock import patch  # noqa: E402
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
-
 from sglang.kernels.ops.attention.fla.l2norm import l2norm_fwd  # noqa: E402
-from sglang.srt.layers.attention.linear import kda_backend  # noqa: E402
+from sglang.srt.layers.attention.linear import kda_backend, kernels  # noqa: E402
 from sglang.srt.layers.attention.linear.kda_backend import (  # noqa: E402
     KDAAttnBackend,
     KDAKernelDispatcher,
@@ -24,6 +33,10 @@ from sglang.srt.layers.attention.linear.kda_backend import (  # noqa: E402
 from sglang.srt.layers.attention.linear.kda_prefill_graph import (  # noqa: E402
     KDAPrefillGraphMetadata,
     kda_extend_in_graph,
+)
+from sglang.srt.layers.attention.linear.kernels import kda_triton  # noqa: E402
+from sglang.srt.layers.attention.linear.kernels.kda_cutedsl import (  # noqa: E402
+    CuteDSLKDAKernel,
 )
 from sglang.srt.layers.attention.linear.kernels.kernel_backend import (  # noqa: E402
     LinearAttnKernelBase,
@@ -46,7 +59,7 @@ from sglang.test.kernels.causal_conv1d_planar import (  # noqa: E402
 
 register_cpu_ci(est_time=25, suite="base-a-test-cpu")
 
-LENS = [9, 2, 5]
+LENS = [37, 2, 5]
 TOKENS = sum(LENS)
 HEADS, VALUE_HEADS, HEAD_DIM = 2, 3, 8
 
@@ -118,7 +131,9 @@ def _extend_eager(inputs, layer, mixed, gate, beta, states, pool, kernel):
     return backend.forward_extend(layer, batch, mixed, gate, beta)
 
 
-def _extend_in_graph(inputs, layer, mixed, gate, beta, states, pool, kernel):
+def _extend_in_graph(
+    inputs, layer, mixed, gate, beta, states, pool, kernel, flashinfer=None
+):
     meta = KDAPrefillGraphMetadata.allocate(
         num_tokens=len(mixed),
         max_seqs_cap=5,
@@ -126,6 +141,7 @@ def _extend_in_graph(inputs, layer, mixed, gate, beta, states, pool, kernel):
         cache_index_dtype=torch.int32,
         device=torch.device("cpu"),
     )
+    meta = msgspec.structs.replace(meta, flashinfer=flashinfer)
     # fill() without its pinned, asynchronous copy.
     meta._write_host_tables(lens=torch.tensor(LENS).numpy(), track_rows=None)
     meta.packed.copy_(torch.from_numpy(meta.host))
@@ -189,6 +205,70 @@ def test_qk_are_normalised_only_for_a_kernel_that_skips_its_norm(
     for name, value, want in zip("qkv", kernel.values, (q, k, v)):
         assert_same_bits(value[0].flatten(1), want.reshape(TOKENS, -1), name)
     assert_same_bits(pool, base_pool, "conv states")
+
+
+class FlashInferGraphStandIn:
+    """Stands in for the captured FlashInfer call, which normalises q and k itself."""
+
+    def run(self, *, q, k, v, **kwargs):
+        self.values = (q, k, v)
+        return v.clone()
+
+
+def test_flashinfer_in_a_graph_receives_qk_as_they_are():
+    """Whatever the dispatcher's kernel takes: it is not the one that runs."""
+    inputs, widths, layer, mixed, gate, beta, states = _case()
+    kernel, flashinfer = ExtendKernelStandIn(True), FlashInferGraphStandIn()
+    args = (inputs, layer, mixed, gate, beta, states, inputs.pool.clone(), kernel)
+    with patch.object(kda_backend, "planar_l2norm_is_exact", lambda x, dim: True):
+        _extend_in_graph(*args, flashinfer=flashinfer)
+    base, _ = inputs.run()
+    wanted = base.transpose(0, 1).split(list(widths), dim=1)
+    for name, value, want in zip("qkv", flashinfer.values, wanted):
+        assert_same_bits(value[0].flatten(1), want, name)
+
+
+def test_which_kernels_take_normalised_qk():
+    """The conv normalises for these two; any other kernel would do it again."""
+    takes = set()
+    for info in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        for cls in vars(importlib.import_module(info.name)).values():
+            if isinstance(cls, type) and issubclass(cls, LinearAttnKernelBase):
+                takes |= {cls} if cls.takes_l2normed_qk else set()
+    assert takes == {kda_triton.TritonKDAKernel, CuteDSLKDAKernel}
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_kernel_normalises_what_the_conv_did_not(normed):
+    q, k, v = torch.randn(3, 1, 4, HEADS, HEAD_DIM).bfloat16()
+    received = {}
+
+    def extend_fn(q, k, *args, **kwargs):
+        received.update(kwargs, q=q, k=k)
+        return v, None
+
+    extend = dict(
+        q=q,
+        k=k,
+        v=v,
+        g=torch.zeros_like(v),
+        beta=torch.zeros(1, 4, HEADS),
+        ssm_states=torch.zeros(2, HEADS, HEAD_DIM, HEAD_DIM),
+        cache_indices=torch.tensor([0]),
+        query_start_loc=torch.tensor([0, 4]),
+        qk_is_l2normed=normed,
+    )
+    # Its constructor asks for the device.
+    cutedsl = object.__new__(CuteDSLKDAKernel)
+    cutedsl._extend_fn, cutedsl._l2norm_fn = extend_fn, l2norm_fwd
+    cutedsl.extend(**extend)
+    for name, t in (("q", q), ("k", k)):
+        assert_same_bits(received[name], t[0] if normed else l2norm_fwd(t[0]), name)
+
+    with patch.object(kda_triton, "chunk_kda", extend_fn):
+        kda_triton.TritonKDAKernel().extend(**extend)
+    assert received["q"] is q and received["k"] is k
+    assert received["use_qk_l2norm_in_kernel"] is not normed
 
 
 if __name__ == "__main__":
