@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import msgspec
 import torch
@@ -12,12 +12,21 @@ from sglang.srt.layers.attention.linear.kernels.kda_flashinfer_planned import (
     PlannedFlashInferKDAPrefillKernel,
 )
 from sglang.srt.layers.attention.mamba.mamba2_metadata import ForwardMetadata
+from sglang.srt.layers.attention.mamba.prefill_track_metadata import (
+    build_prefill_track_plan,
+)
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.kits.kda_flashinfer_contract_double import (
     HEAD_DIM,
     KDAContractDouble,
 )
 from sglang.test.kits.kda_prefill_numerics import sequential_kda
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.linear.kda_backend import KDAKernelDispatcher
+    from sglang.srt.layers.attention.linear.kernels.kernel_backend import (
+        LinearAttnKernelBase,
+    )
 
 LOWER_BOUND = -5.0
 
@@ -174,20 +183,35 @@ def make_forward_batch(batch: KDAPrefillBatch, device: str = "cpu") -> ForwardBa
 
 def make_metadata(batch: KDAPrefillBatch, device: str = "cpu") -> ForwardMetadata:
     """The forward metadata as MambaAttnBackendBase leaves it before the plan."""
-    rows = range(len(batch.rows))
-    tracked = [row for row in rows if batch.boundary(row) is not None]
-    empty_or = torch.tensor(tracked, dtype=torch.int64, device=device)
+    prefixes = [prefix for prefix, _, _ in batch.rows]
+    plan = build_prefill_track_plan(
+        [tracked is not None for _, _, tracked in batch.rows],
+        [prefix + (tracked or 0) for prefix, _, tracked in batch.rows],
+        batch.lens,
+        prefixes,
+        batch.interval,
+        mamba2=False,
+    )
+
+    def tensor(values, dtype=torch.int64):
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    def snapshots(rows):
+        return tensor([batch.snapshot_slot(row) for row in rows])
+
     return ForwardMetadata(
-        query_start_loc=torch.tensor(
-            list(accumulate(batch.lens, initial=0)), dtype=torch.int32, device=device
-        ),
-        mamba_cache_indices=torch.tensor(
-            [batch.live_slot(row) for row in rows], dtype=torch.int64, device=device
+        query_start_loc=tensor(list(accumulate(batch.lens, initial=0)), torch.int32),
+        mamba_cache_indices=tensor(
+            [batch.live_slot(row) for row in range(len(batch.rows))]
         ),
         logical_num_tokens=batch.num_tokens,
-        has_mamba_track_mask=bool(tracked),
-        track_ssm_h_src=empty_or,
-        track_ssm_final_src=empty_or,
+        has_mamba_track_mask=bool(plan.tracked_rows),
+        track_chunk_idx=tensor(plan.chunk_indices, torch.int32),
+        track_ssm_h_src=tensor(plan.h_src),
+        track_ssm_h_dst=snapshots(plan.unaligned_rows),
+        track_ssm_h_batch_src=tensor(plan.unaligned_rows),
+        track_ssm_final_src=tensor([batch.live_slot(r) for r in plan.final_rows]),
+        track_ssm_final_dst=snapshots(plan.final_rows),
     )
 
 
@@ -211,22 +235,22 @@ def run_planned(
         interval=batch.interval,
     )
     return [
-        extend_layer(
-            kernel=kernel, metadata=metadata, layer=layer, states=pool[i], batch=batch
-        )
+        extend_layer(kernel=kernel, metadata=metadata, layer=layer, states=pool[i])
         for i, layer in enumerate(layers)
     ]
 
 
-def extend_layer(
+def call_extend(
     *,
-    kernel: PlannedFlashInferKDAPrefillKernel,
+    kernel: LinearAttnKernelBase | KDAKernelDispatcher,
     metadata: ForwardMetadata,
     layer: KDALayer,
     states: torch.Tensor,
-    batch: KDAPrefillBatch,
-) -> torch.Tensor:
-    output = kernel.extend(
+    **options,
+):
+    """``kernel.extend`` of one layer, a kernel's or a dispatcher's; with tracked rows
+    it returns (output, per-chunk states or None)."""
+    return kernel.extend(
         layer.q,
         layer.k,
         layer.v,
@@ -240,7 +264,13 @@ def extend_layer(
         lower_bound=LOWER_BOUND,
         kda_prefill_plan=metadata.kda_prefill_plan,
         return_intermediate_states=metadata.has_mamba_track_mask,
+        **options,
     )
+
+
+def extend_layer(*, metadata: ForwardMetadata, **call) -> torch.Tensor:
+    """The output of ``call_extend``."""
+    output = call_extend(metadata=metadata, **call)
     return output[0] if metadata.has_mamba_track_mask else output
 
 

@@ -74,7 +74,7 @@ def run(batch: KDAPrefillBatch, *, layer: KDALayer, pool: torch.Tensor):
 
     def extend(states):
         return extend_layer(
-            kernel=kernel, metadata=metadata, layer=layer, states=states, batch=batch
+            kernel=kernel, metadata=metadata, layer=layer, states=states
         )
 
     with patch(

@@ -76,12 +76,7 @@ class KDAPrefillPlan(msgspec.Struct, frozen=True):
 
 def check_interval(interval: int) -> None:
     """Raise ValueError unless ``interval`` (tokens) is one FlashInfer can checkpoint."""
-    if (
-        interval <= 0
-        or interval % CHECKPOINT_INTERVAL_UNIT
-        or interval > _INT32_MAX
-        or isinstance(interval, bool)
-    ):
+    if interval <= 0 or interval % CHECKPOINT_INTERVAL_UNIT or interval > _INT32_MAX:
         raise ValueError(
             f"FlashInfer KDA prefill checkpoints every {interval} tokens "
             "(mamba_chunk_size of the model config), but the interval must be a "
@@ -217,7 +212,6 @@ def build_kda_prefill_plan(
     cache_indices: torch.Tensor,
     interval: int,
     pool: torch.Tensor,
-    beta_dtype: torch.dtype = torch.bfloat16,
     track: Optional[KDATrackLens] = None,
     track_slots: Optional[torch.Tensor] = None,
 ) -> KDAPrefillPlan:
@@ -275,7 +269,7 @@ def build_kda_prefill_plan(
         wrapper=wrapper,
         state_slots=state_slots,
         beta=torch.empty(
-            (1, num_tokens, pool.shape[1]), dtype=beta_dtype, device=device
+            (1, num_tokens, pool.shape[1]), dtype=torch.bfloat16, device=device
         ),
         interval=interval if "entries" in parts else 0,
         checkpoint_cu_starts=parts.get("checkpoint_cu_starts"),

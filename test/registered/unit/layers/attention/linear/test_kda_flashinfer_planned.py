@@ -1,5 +1,6 @@
 """Planned FlashInfer KDA prefill against a contract double, on CPU."""
 
+import inspect
 import unittest
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -13,6 +14,7 @@ from sglang.srt.layers.attention.linear.kda_backend import KDAKernelDispatcher
 from sglang.srt.layers.attention.linear.kda_flashinfer_plan import (
     KDATrackLens,
     build_host_tables,
+    check_batch_tensors,
 )
 from sglang.srt.layers.attention.linear.kernels import kda_flashinfer_planned as planned
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
@@ -20,6 +22,7 @@ from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kits.kda_flashinfer_contract_double import (
+    ContractDoubleWrapper,
     ContractViolation,
     KDAContractDouble,
 )
@@ -171,21 +174,26 @@ class TestCheckpoints(PlannedPrefillCase):
         self.check(KDAPrefillBatch(rows=rows, padded_rows=(1,)))
 
     def test_snapshot_slot_of_minus_one_is_skipped(self):
-        batch = whole(130, 130)
-        pool = make_pool(batch, heads=HEADS)
-        forward_batch = make_forward_batch(batch)
-        forward_batch.mamba_track_indices[0] = -1
-        layer = make_layer(batch.num_tokens, heads=HEADS, seed=0)
-        expected = expected_layer(batch, layer=layer, states=pool[0])[1]
-        run_planned(
-            batch,
-            pool=pool,
-            layers=[layer],
-            double=KDAContractDouble(),
-            forward_batch=forward_batch,
-        )
-        self.assertTrue(torch.isnan(pool[0, batch.snapshot_slot(0)]).all())
-        self.assert_same_bits(pool[0, -2:], expected[-2:])
+        # In place, through scratch, and at the first token of a row.
+        rows = ((0, (64, 70, 130)), (16, (64, 70, 130)), (0, (63, 70, 130)))
+        for slot_padding, lens in rows:
+            with self.subTest(slot_padding=slot_padding, lens=lens):
+                batch = whole(*lens)
+                pool = make_pool(batch, heads=HEADS, slot_padding=slot_padding)
+                forward_batch = make_forward_batch(batch)
+                forward_batch.mamba_track_indices[:2] = -1
+                layer = make_layer(batch.num_tokens, heads=HEADS, seed=0)
+                expected = expected_layer(batch, layer=layer, states=pool[0])[1]
+                run_planned(
+                    batch,
+                    pool=pool,
+                    layers=[layer],
+                    double=KDAContractDouble(),
+                    forward_batch=forward_batch,
+                )
+                for row in range(2):
+                    expected[batch.snapshot_slot(row)] = torch.nan
+                self.assert_same_bits(pool[0, 1:], expected[1:])
 
     def test_scheduler_without_host_lists(self):
         batch = whole(130, 70)
@@ -256,7 +264,6 @@ class TestOnePlanABatch(PlannedPrefillCase):
                     metadata=metadata,
                     layer=layer,
                     states=states,
-                    batch=batch,
                 )
         self.assertEqual((double.num_plans, double.num_calls), (1, 3))
         return recorder.ops
@@ -269,6 +276,22 @@ class TestOnePlanABatch(PlannedPrefillCase):
             self.layer_ops(beta_pitch=130, beta_offset=128, pad_tokens=8),
             ["copy_"] * 3,
         )
+
+    def test_flashinfers_wrapper_takes_the_calls(self):
+        """The double takes any keyword; these are bound to the real signatures."""
+        try:
+            from flashinfer.kda import RecurrentKDAPrefillWrapper
+        except ImportError:
+            self.skipTest("flashinfer.kda.RecurrentKDAPrefillWrapper is not here")
+        for name in ("plan", "run"):
+            real = inspect.signature(getattr(RecurrentKDAPrefillWrapper, name))
+            method = getattr(ContractDoubleWrapper, name)
+            with patch.object(
+                ContractDoubleWrapper, name, autospec=True, side_effect=method
+            ) as recorded:
+                self.check(whole(65, 64))
+            call = recorded.call_args
+            real.bind(*call.args, **call.kwargs)
 
     def test_offsets_are_converted_once(self):
         batch, double = whole(130, 70), KDAContractDouble()
@@ -457,6 +480,16 @@ class TestBatchErrors(PlannedPrefillCase):
         with self.assertRaisesRegex(ValueError, "more than int32 holds"):
             build_host_tables(extend_lens=[2**37], num_tokens=2**37, interval=32)
 
+    def test_more_slots_than_int32_counts(self):
+        with self.assertRaisesRegex(ValueError, f"{2**31} slots, more than int32"):
+            check_batch_tensors(
+                extend_lens=[130],
+                interval=64,
+                cache_indices=torch.tensor([1]),
+                track_slots=None,
+                pool=torch.empty(1, device="meta").expand(2**31, 1, 128, 128),
+            )
+
     def test_state_slot_count(self):
         batch = whole(70, 130)
         for slots, message in (
@@ -584,9 +617,10 @@ class TestStartUp(unittest.TestCase):
             "--cuda-graph-backend-prefill breakable", prefill_graph_backend=Backend.FULL
         )
         self.refuse("64 x 64", TRITON_FLAG, pool=pool(size=64))
-        self.refuse("has 20", "--tp-size", pool=pool(heads=20))
         self.refuse("--mamba-ssm-dtype", pool=pool(dtype=torch.float16))
         self.refuse("strides", TRITON_FLAG, pool=pool().transpose(3, 4))
+        one_slot = torch.zeros(1, 1, 8, 128, 128)
+        self.refuse("strides", TRITON_FLAG, pool=one_slot.expand(1, 3, 8, 128, 128))
         unaligned = torch.zeros(2 * 3 * 8 * 128 * 128 + 1)[1:]
         self.refuse("aligned", TRITON_FLAG, pool=unaligned.view(2, 3, 8, 128, 128))
         # Slots, then layers, that start off a 16-byte address.
@@ -598,8 +632,45 @@ class TestStartUp(unittest.TestCase):
         )
 
     def test_head_counts_a_rank_may_have(self):
-        for heads in (1, 3, 6, 12, 14, 24, 96):
+        for heads in (1, 3, 6, 9, 10, 12, 24, 96):
             self.serve(torch.zeros(1, 1, heads, 128, 128))
+        for heads in (11, 13, 14, 15, 20):
+            pool = torch.zeros(1, 1, heads, 128, 128)
+            self.refuse(f"has {heads}", "--tp-size", TRITON_FLAG, pool=pool)
+
+    def test_head_counts_are_those_of_flashinfers_own_check(self):
+        """FlashInfer's host code on CPU tensors, around a kernel that does nothing."""
+        try:
+            from flashinfer.kda_kernels import kda_chunked_bt16 as bt16
+        except (ImportError, RuntimeError) as e:
+            self.skipTest(f"FlashInfer's CuTe DSL prefill is not here: {e}")
+        spec = dict.fromkeys(("has_state_ckpt", "has_state_indices"), False)
+        spec.update(has_state_in=True, has_state_out=True, mode="engine")
+        call = bt16._make_call(
+            lambda *args: None, {**spec, "dtype": bt16.cutlass.BFloat16}
+        )
+
+        def flashinfer(state):
+            x = torch.zeros(1, 2, state.shape[1], 128, dtype=torch.bfloat16)
+            beta, offsets = x[..., 0].contiguous(), torch.tensor([0, 2])
+            order = torch.zeros(1, dtype=torch.int32)
+            inputs = (x, x, x, x, None, None, beta, offsets, state, x, state, None, 0)
+            with patch.object(bt16, "_device_sm_count", return_value=148):
+                call(*inputs, seq_order=order)
+
+        def refused(serve, pool):
+            try:
+                serve(pool)
+            except ValueError as e:
+                self.assertIn("heads", str(e))
+                return True
+            return False
+
+        for heads in range(1, 33):
+            pool = torch.zeros(1, 1, heads, 128, 128)
+            self.assertEqual(
+                refused(self.serve, pool), refused(flashinfer, pool[0]), heads
+            )
 
     def test_graph_tables_serve_float32_pools_of_64_token_chunks(self):
         self.assertIsNotNone(self.serve().prefill_graph_wrapper_cls)

@@ -42,9 +42,9 @@ HEAD_DIM = 128
 COMPUTE_CAPABILITIES = ((10, 0), (10, 3))
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 _ALIGN_BYTES = 16
-# Head counts that are no multiple of 8 overflow a shared-memory stage above this
-# (flashinfer/kda_kernels/kda_chunked_bt16.py, engine route).
-_MAX_UNEVEN_HEADS = 14
+# Shared-memory stage of one 16-token chunk's beta, which packs tokens to 16-byte rows
+# where heads % 8 != 0 (flashinfer/kda_kernels/kda_chunked_bt16.py, engine route).
+_BETA_STAGE_BYTES = 512
 # Chunk length that kda_flashinfer_prefill_graph.py is written for.
 _GRAPH_INTERVAL = 64
 
@@ -317,11 +317,10 @@ def _check_pool(pool: torch.Tensor) -> None:
             f"FlashInfer KDA prefill needs {HEAD_DIM} x {HEAD_DIM} states a head, the "
             f"model has {pool.shape[3]} x {pool.shape[4]}; {_USE_TRITON}"
         )
-    if heads % 8 and heads > _MAX_UNEVEN_HEADS:
+    if heads % 8 and heads * (16 + 8 // (heads & -heads)) * 2 > _BETA_STAGE_BYTES:
         raise ValueError(
-            f"FlashInfer KDA prefill serves a multiple of 8 heads a rank or at most "
-            f"{_MAX_UNEVEN_HEADS}, this rank has {heads}; change --tp-size or "
-            "--linear-attn-prefill-backend triton"
+            "FlashInfer KDA prefill serves a multiple of 8 heads a rank, at most 10, "
+            f"or 12; this rank has {heads}; change --tp-size or {_USE_TRITON}"
         )
     if pool.dtype not in STATE_DTYPES:
         raise ValueError(
