@@ -1,5 +1,7 @@
 """Apply the series with git am; a patch that stops is rolled back and named."""
 
+import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,10 @@ _OPTIONS = (
     "--no-ignore-whitespace",
     "--whitespace=nowarn",
     "--committer-date-is-author-date",
+)
+_ADVICE = re.compile(
+    rb"hint:|Patch failed at|When you have resolved|If you prefer to skip"
+    rb"|To restore the original"
 )
 
 
@@ -38,10 +44,16 @@ def apply_patches(git: Git, patches: list[Path], fix: str) -> str:
         )
         if done.returncode:
             stopped = _stopped_at(git, patches)
-            message = tail(done.stderr + b"\n" + done.stdout, lines=8)
+            message = am_message(done)
             roll_back(git)
             raise PatchStopped(stopped, message, fix)
     return git.out("rev-parse", "HEAD")
+
+
+def am_message(done: subprocess.CompletedProcess[bytes]) -> str:
+    """What a stopped git am said, less its advice for a tree that will be gone."""
+    lines = (done.stderr + b"\n" + done.stdout).splitlines()
+    return tail(b"\n".join(line for line in lines if not _ADVICE.match(line)))
 
 
 def roll_back(git: Git) -> None:

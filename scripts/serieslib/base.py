@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import zipfile
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 from serieslib.errors import SeriesError
@@ -78,7 +79,9 @@ def commit_base(git: Git, text: Files, upstream: Upstream, title: str) -> str:
     parts.append(b"\ndone\n")
     options = ["--quiet", "--done", "--force", "--depth=0"]
     stream = b"".join(parts)
-    git.raw("-c", "core.compression=1", "fast-import", *options, stdin=stream)
+    # However small: a pack, whose checksum tells later whether it is sound.
+    settings = ["-c", "core.compression=1", "-c", "fastimport.unpackLimit=1"]
+    git.raw(*settings, "fast-import", *options, stdin=stream)
     return git.out("rev-parse", "refs/heads/series")
 
 
@@ -98,7 +101,7 @@ def base_repository(project: Project) -> Git:
     with file_lock(folder / "lock", what="series.py making the base commit"):
         if target.is_dir():
             git = Git(target)
-            if git.resolve(upstream.base_commit) and _reads(git, upstream.base_commit):
+            if _sound(git, upstream.base_commit):
                 return git
             say(f"{target} is damaged; making it again")
             shutil.rmtree(target)
@@ -113,8 +116,16 @@ def base_repository(project: Project) -> Git:
     return Git(target)
 
 
-def _reads(git: Git, commit: str) -> bool:
-    return git.run("ls-tree", "-r", "--name-only", commit).returncode == 0
+def _sound(git: Git, commit: str) -> bool:
+    """Whether the kept repository has the commit, in packs that are as git wrote them.
+
+    A pack and its index end with the SHA-1 of all that is before.
+    """
+    packs = [git.folder.glob(f"objects/pack/*.{kind}") for kind in ("pack", "idx")]
+    return git.resolve("refs/heads/series") == commit and all(
+        hashlib.sha1(data[:-20], usedforsecurity=False).digest() == data[-20:]
+        for data in (path.read_bytes() for path in chain(*packs))
+    )
 
 
 def _pinned_commit(git: Git, wheel: Path, upstream: Upstream) -> None:

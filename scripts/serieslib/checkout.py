@@ -25,9 +25,9 @@ def apply_to_checkout(project: Project, folder: Path) -> str:
     _end_our_am(git, patches)
     states = file_states(patches)
     head = _head_state(git, list(states[-1]))
-    _undo_our_half(git, states)
     if head == states[-1]:
         return f"already applied: {folder} has all {len(patches)} patches"
+    _undo_our_half(git, states[-1])
     _refuse_dirty(git, states[-1], head)
     done = max((n for n, state in enumerate(states) if state == head), default=None)
     with project.scratch("checkout") as scratch:
@@ -104,16 +104,15 @@ def _on_disk(git: Git, path: str) -> str | None:
     return blob_id(file.read_bytes()) if file.is_file() else None
 
 
-def _undo_our_half(git: Git, states: list[State]) -> None:
-    """Put back files that an interrupted apply left at one of the series' own versions.
+def _undo_our_half(git: Git, last: State) -> None:
+    """Put back files that an interrupted apply left at the series' own last version.
 
     Only when nothing else is dirty, so that no line of the user's is lost.
     """
     dirty = [item[3:] for item in git.dirty_files(untracked=True)]
-    dirty = [path for path in dirty if path in states[-1] or _tracked(git, path)]
-    known = {path: {state[path] for state in states} for path in states[-1]}
+    dirty = [path for path in dirty if path in last or _tracked(git, path)]
     if not dirty or any(
-        path not in known or _on_disk(git, path) not in known[path] for path in dirty
+        path not in last or _on_disk(git, path) != last[path] for path in dirty
     ):
         return
     for path in dirty:

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import subprocess
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ except importlib.metadata.PackageNotFoundError:
     pass
 spec = importlib.util.find_spec(name)
 found["origin"] = spec and spec.origin and os.path.dirname(spec.origin)
-print(json.dumps(found))
+print()
+print("series-probe:" + json.dumps(found))
 """
 
 
@@ -61,6 +63,9 @@ class Target:
 def find_target(project: Project, python: str) -> Target:
     """Where ``python`` has the release; refuses what cannot be patched in place."""
     name, version = project.upstream.name, project.upstream.version
+    if os.sep in python:
+        # The probe runs in /. Links are kept: a venv's python is one.
+        python = os.path.abspath(os.path.expanduser(python))
     pip = f"`{python} -m pip install {name}=={version}`"
     try:
         done = subprocess.run(
@@ -72,12 +77,15 @@ def find_target(project: Project, python: str) -> Target:
             "name the interpreter that runs SGLang with --python",
             USAGE,
         ) from None
-    if done.returncode:
+    # Start-up files of that interpreter may print too.
+    answer = re.search(rb"^series-probe:(.*)$", done.stdout, re.MULTILINE)
+    if done.returncode or answer is None:
+        output = tail(done.stderr + b"\n" + done.stdout)
         raise SeriesError(
-            f"{python} could not say where {name} is:\n{tail(done.stderr)}",
+            f"{python} could not say where {name} is:\n{output}",
             "name a Python 3.11 or 3.12 interpreter with --python",
         )
-    found = json.loads(done.stdout)
+    found = json.loads(answer[1])
     if "version" not in found:
         raise SeriesError(
             f"{name} is not installed in {found['prefix']}",

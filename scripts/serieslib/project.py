@@ -143,7 +143,7 @@ class Project:
             yield
 
     def list_patches(self) -> list[Path]:
-        """The patches in order; anything else in patches/ is an error that names it."""
+        """The patches in order; a stray file or a lost patch is an error that names it."""
         problems = patch_folder_problems(self.patches)
         if problems:
             raise SeriesError(
@@ -152,7 +152,27 @@ class Project:
                 "move the named files out of patches/ (or renumber with "
                 "`series.py export`)",
             )
-        return sorted(self.patches.glob("*.patch"))
+        found = sorted(self.patches.glob("*.patch"))
+        sealed = sealed_names(self.seal)
+        lost = [name for name in sealed if not (self.patches / name).is_file()]
+        # As many as sealed is a patch renamed by hand, which `check` reports.
+        if lost and len(found) < len(sealed):
+            raise SeriesError(
+                f"patches/ lacks what {self.seal.name} lists:\n    "
+                + "\n    ".join(lost),
+                "restore it with `git checkout -- patches`; to drop a patch, drop its "
+                "commit in build/engine and `python3 scripts/series.py export`",
+            )
+        return found
+
+
+def sealed_names(seal: Path) -> list[str]:
+    """The patches that the seal lists; none where there is no seal."""
+    if not seal.is_file():
+        return []
+    lines = seal.read_text(encoding="utf-8", errors="replace").splitlines()
+    names = [line.partition("  patches/")[2] for line in lines]
+    return [name for name in names if name]
 
 
 def patch_folder_problems(folder: Path) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from serieslib.am import apply_patches, roll_back
+from serieslib.am import am_message, apply_patches, roll_back
 from serieslib.base import (
     Files,
     base_repository,
@@ -25,7 +25,7 @@ from serieslib.export import (
     write_changes,
 )
 from serieslib.fetch import find_links, pip_download, wheel_tag
-from serieslib.gitio import Git, scratch_checkout, tail
+from serieslib.gitio import Git, scratch_checkout
 from serieslib.project import Project, Upstream, sha256_file
 from serieslib.txn import Change
 
@@ -121,9 +121,7 @@ def _try(tree: Git, patch: Path) -> Standing:
         # Not even a merge was possible: the message names the files.
         files = re.findall(r"^error: (?:patch failed: )?(\S+?):", message, re.MULTILINE)
     roll_back(tree)
-    return Standing(
-        patch.name, CONFLICT, sorted(set(files)), tail(message.encode(), lines=6)
-    )
+    return Standing(patch.name, CONFLICT, sorted(set(files)), am_message(done))
 
 
 def _refuse_write(project: Project, standings: list[Standing]) -> None:

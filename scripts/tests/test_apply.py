@@ -106,9 +106,16 @@ def test_refuses_a_folder_it_did_not_make(empty, capsys):
     assert (empty.engine / "mine.txt").read_text() == "mine\n"
 
 
+def drop_from_seal(world, name: str) -> None:
+    seal = world.root / "patches.sha256"
+    lines = seal.read_text().splitlines(keepends=True)
+    seal.write_text("".join(line for line in lines if name not in line))
+
+
 def test_new_patches_replace_a_clean_engine(world):
     second = world.patches / "0002-other-core-use-it.patch"
     second.rename(world.root / "kept.patch")
+    drop_from_seal(world, second.name)
     assert world.run("apply") == 0
     assert (world.engine / "python/sglang/other.py").read_text() == "VALUE = 1\n"
 
@@ -122,6 +129,8 @@ def test_a_patch_that_does_not_fit_is_named_and_nothing_is_left(world, capsys):
     message = capsys.readouterr().err
     assert "patches/0001-core-change-two-places.patch does not apply" in message
     assert "python/sglang/core.py:1" in message
+    # git's advice is for a tree that is gone by now.
+    assert "hint:" not in message and "git am --" not in message
     assert world.snapshot(world.engine) == before
     assert not list(world.root.glob("build/.scratch-*"))
 
@@ -143,6 +152,32 @@ def test_stray_file_in_patches_is_named(world, capsys, name):
     assert name in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("gone", ["folder", "every patch", "last patch"])
+@pytest.mark.parametrize("verb", [("apply",), ("rebase", "--onto", "0.5.23")])
+def test_lost_patches_are_named_and_the_engine_is_kept(world, capsys, gone, verb):
+    """Less than the seal lists is no shorter series."""
+    last = world.patches / "0002-other-core-use-it.patch"
+    if gone == "folder":
+        world.patches.rename(world.root / "away")
+    for path in [] if gone == "folder" else list(world.patches.iterdir()):
+        if gone == "every patch" or path == last:
+            path.unlink()
+    before = world.snapshot(world.engine)
+    assert world.run(*verb) == 1
+    message = capsys.readouterr().err
+    assert last.name in message and "git checkout -- patches" in message
+    assert world.snapshot(world.engine) == before
+
+
+def test_a_patch_renamed_or_edited_by_hand_is_applied(world):
+    last = world.patches / "0002-other-core-use-it.patch"
+    text = last.read_text().replace("VALUE = 2", "VALUE = 4")
+    last.unlink()
+    (world.patches / "0002-other.patch").write_text(text)
+    assert world.run("apply") == 0
+    assert (world.engine / "python/sglang/other.py").read_text() == "VALUE = 4\n"
+
+
 def test_leftovers_of_a_killed_run_are_removed(world):
     stale = world.root / "build/.scratch-apply-x"
     stale.mkdir()
@@ -154,7 +189,8 @@ def test_leftovers_of_a_killed_run_are_removed(world):
 def test_interrupted_apply_leaves_the_old_engine(world, monkeypatch):
     world.run("apply", "--discard")
     before = world.snapshot(world.engine)
-    (world.patches / "0002-other-core-use-it.patch").unlink()
+    last = world.patches / "0002-other-core-use-it.patch"
+    last.write_text(last.read_text().replace("VALUE = 2", "VALUE = 4"))
 
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
@@ -223,12 +259,16 @@ class TestFetch:
         assert "git checkout -- UPSTREAM" in capsys.readouterr().err
         assert not cold.engine.exists()
 
-    def test_damaged_base_repository_is_made_again(self, cold, tmp_path):
+    @pytest.mark.parametrize("kind", ["empty pack", "blob", "index", "ref", "HEAD"])
+    def test_damaged_base_repository_is_made_again(self, cold, tmp_path, kind):
         assert cold.run("apply") == 0
         (kept,) = (tmp_path / "cold" / project.CACHE_NAME / "base").glob("*.git")
-        for pack in kept.rglob("*.pack"):
-            pack.chmod(0o644)
-            pack.write_bytes(b"")
+        name = {"index": "*.idx", "ref": "series", "HEAD": "HEAD"}.get(kind, "*.pack")
+        (file,) = kept.rglob(name)
+        data = bytearray(file.read_bytes())
+        data[20] ^= 0xFF  # in a pack: of its first object, which is a file's text
+        file.chmod(0o644)
+        file.write_bytes(b"" if kind == "empty pack" else data)
         assert cold.run("apply", "--discard") == 0
         core = cold.engine / "python/sglang/core.py"
         assert core.read_text() == LINES

@@ -65,6 +65,24 @@ def test_already_applied(world, mine, capsys):
     assert snapshot(world, mine) == before
 
 
+@pytest.mark.parametrize("on_top", [False, True])
+@pytest.mark.parametrize("staged", [False, True])
+def test_already_applied_keeps_an_uncommitted_revert(world, mine, on_top, staged):
+    """A file put back to the release by hand is the user's change, not our half."""
+    apply(world, mine)
+    if on_top:
+        core = mine / "python/sglang/core.py"
+        core.write_text(core.read_text().replace("line_15 = 15", "line_15 = 0"))
+        world.git("commit", "-qam", "mine", folder=mine)
+    (mine / "python/sglang/other.py").write_text("VALUE = 1\n")
+    if staged:
+        world.git("add", "-A", folder=mine)
+    before = snapshot(world, mine), world.git("status", "--porcelain", folder=mine)
+    assert apply(world, mine) == (1 if on_top else 0)
+    after = snapshot(world, mine), world.git("status", "--porcelain", folder=mine)
+    assert after == before
+
+
 def test_already_applied_with_changes_on_top(world, mine, capsys):
     apply(world, mine)
     core = mine / "python/sglang/core.py"
@@ -170,10 +188,19 @@ def test_patch_that_fails_in_the_middle_touches_nothing(world, mine, capsys):
     refused(world, mine, capsys, second.name)
 
 
-def test_no_patches(world, mine):
-    for path in world.patches.iterdir():
-        path.unlink()
+def test_no_patches(world, mine, capsys):
+    names = [path.name for path in world.patches.iterdir()]
+    for name in names:
+        (world.patches / name).unlink()
+    refused(world, mine, capsys, *names, "git checkout -- patches")
+    (world.root / "patches.sha256").unlink()
     assert apply(world, mine) == 2
+
+
+def test_last_patch_is_lost(world, mine, capsys):
+    last = sorted(world.patches.iterdir())[1]
+    last.unlink()
+    refused(world, mine, capsys, last.name, "git checkout -- patches")
 
 
 def test_discard_is_refused(world, mine, capsys):

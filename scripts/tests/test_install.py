@@ -183,6 +183,36 @@ def test_uninstall_does_not_need_the_patches(world, site):
     assert site.digest() == before
 
 
+@pytest.mark.parametrize("gone", ["folder", "last patch"])
+def test_lost_patches_are_not_a_shorter_series(world, site, capsys, gone):
+    last = sorted(world.patches.iterdir())[1]
+    if gone == "folder":
+        shutil.rmtree(world.patches)
+    else:
+        last.unlink()
+    refused(world, site, capsys, "install", last.name, "git checkout -- patches")
+
+
+def test_interpreter_named_from_here(world, site, monkeypatch):
+    """A relative path and ~, though the probe runs elsewhere."""
+    before = site.digest()
+    monkeypatch.chdir(site.folder.parent)
+    monkeypatch.setenv("HOME", str(site.folder.parent))
+    assert world.run("install", "--python", "venv/bin/python") == 0
+    assert (site.package / "new_part.py").exists()
+    assert world.run("uninstall", "--python", "~/venv/bin/python") == 0
+    assert site.digest() == before
+
+
+def test_interpreter_that_prints_at_start(world, site):
+    (site.root / "sitecustomize.py").write_text("print('hello', end='')\n")
+    assert site.say("") == "hello"  # and its bytecode is there
+    before = site.digest()
+    assert run(world, site, "install") == 0
+    assert run(world, site, "uninstall") == 0
+    assert site.digest() == before
+
+
 def test_moved_environment(world, site, tmp_path):
     before = site.digest()
     run(world, site, "install")
@@ -252,8 +282,9 @@ def test_no_such_interpreter(world, capsys, python):
     assert "--python" in capsys.readouterr().err
 
 
-def test_python_that_fails(world, capsys):
-    assert world.run("install", "--python", "/bin/false") == 1
+@pytest.mark.parametrize("python", ["/bin/false", "/bin/true", "/bin/echo"])
+def test_python_that_fails(world, capsys, python):
+    assert world.run("install", "--python", python) == 1
     assert "--python" in capsys.readouterr().err
 
 

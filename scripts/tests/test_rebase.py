@@ -78,6 +78,9 @@ def test_conflict_names_its_files_and_the_rest_is_tried(world, capsys):
     code, found, out = verdicts(world, capsys, "0.6.0")
     assert (code, found) == (1, ["conflict", "clean"])
     assert "python/sglang/core.py" in out
+    assert "error: " in out
+    # git's advice is for a tree that is gone by now.
+    assert "hint:" not in out and "git am --" not in out
 
 
 def test_vanished_file_is_a_conflict(world, capsys):
