@@ -40,6 +40,19 @@ _CITED = re.compile(r"docs/[\w./-]+\.md")
 _BOX = re.compile(r"^[-*] \[[ xX]\] \S")
 _PLACEHOLDER = re.compile(r"\b(?:TODO|TBD|FIXME|XXX)\b|@@\w+@@")
 _CODE = re.compile(r"`[^`]*`")
+_ARROW = re.compile(rf"({_NUMBER})(?:\s?(?:{_UNITS}))?\s+->\s+({_NUMBER})")
+# Up to a full stop, a semicolon, a blank line, a list item or a table row.
+_CLAUSE = re.compile(r"(?:[^.;\n]|[.;](?!\s|$)|\n(?!\s*\n|[-*|] ?))+")
+_RAN_ON = re.compile(r"\b(?:measured|ran|run)\s+on\b.*", re.I | re.S)
+_NOT_RAN = re.compile(
+    r"\b(?:not|nothing|never|no|neither)(?:\s+\S+){0,3}?\s+(?:measured|ran|run)\b", re.I
+)
+_DEVICES = {
+    "Blackwell": re.compile(r"\b(?:Blackwell|G?B[23]00|B30Z|SM_?10[03])\b", re.I),
+    "Hopper": re.compile(r"\b(?:Hopper|G?H[12]00|SM_?90)\b", re.I),
+    "AMD": re.compile(r"\b(?:AMD|ROCm|MI\d{3}X?)\b", re.I),
+    "XPU": re.compile(r"\bXPU\b", re.I),
+}
 
 Found = Iterator[tuple[int, str, str]]
 
@@ -158,21 +171,100 @@ def _claims(text: Text) -> Iterator[tuple[int, str, str]]:
                 yield line, found[1], found[0]
 
 
+def _cited(text: Text, root: Path) -> dict[str, str]:
+    """The docs/ files that the text names and that exist; texts prove no texts."""
+    names = {name for words in text.lines for name in _CITED.findall(words)}
+    names = {n for n in names if not n.startswith(TEXTS) and (root / n).is_file()}
+    return {n: (root / n).read_text(encoding="utf-8") for n in sorted(names)}
+
+
+def _numbers(words: str) -> list[str]:
+    return [_normal(found[0]) for found in _PLAIN_NUMBER.finditer(words)]
+
+
+def _rows(words: str) -> list[str]:
+    return [line for line in words.splitlines() if line.startswith("|")]
+
+
+def _in_one(numbers: list[str], sources: list[str]) -> bool:
+    """Whether one source has all the numbers in this order, others between them."""
+
+    def holds(source: str) -> bool:
+        rest = iter(_numbers(source))
+        return all(number in rest for number in numbers)
+
+    return any(map(holds, sources))
+
+
 def check_numbers(text: Text, patch: Patch, root: Path) -> Found:
-    cited, sources = set(), patch.subject + "\n" + patch.body
     for line, words in enumerate(text.lines, 1):
         for name in _CITED.findall(words):
             if not (root / name).is_file():
                 yield line, "numbers", f"{name} does not exist: cite the file that does"
-            elif not name.startswith(TEXTS):
-                cited.add(name)
-    for name in cited:
-        sources += "\n" + (root / name).read_text(encoding="utf-8")
-    known = {_normal(found[0]) for found in _PLAIN_NUMBER.finditer(sources)}
-    places = "the commit message" + "".join(f" or {name}" for name in sorted(cited))
+    cited = _cited(text, root)
+    known = set(_numbers("\n".join([patch.subject, patch.body, *cited.values()])))
+    places = "the commit message" + "".join(f" or {name}" for name in cited)
+    wrong, tables = set(), set()
     for line, number, written in _claims(text):
+        if text.lines[line - 1].startswith("|"):
+            tables.add(line)
         if _normal(number) not in known:
+            wrong.add(line)
             yield line, "numbers", f"{written} is not in {places}: correct it or cite"
+    rows = [row for words in cited.values() for row in _rows(words)]
+    rows += patch.body.split("\n\n")
+    for line in tables - wrong:
+        if not _in_one(_numbers(_CODE.sub("", text.lines[line - 1])), rows):
+            todo = f"no row of {places} has this row's numbers in this order"
+            yield line, "numbers", f"{todo}: correct it or cite"
+
+
+def check_message(text: Text, patch: Patch, root: Path) -> Found:
+    """The numbers of the message's measured paragraphs are the text's or its docs'."""
+    sources = ["\n".join(text.lines), *_cited(text, root).values()]
+    known = set(_numbers("\n".join(sources)))
+    rows = [row for words in sources for row in _rows(words)]
+    for paragraph in patch.body.split("\n\n"):
+        if not (_CLAIM.search(paragraph) or "measured" in paragraph.lower()):
+            continue
+        lost = [number for number in _numbers(paragraph) if number not in known]
+        lost += [
+            " ".join(found[0].split())
+            for found in _ARROW.finditer(paragraph)
+            if not {*map(_normal, found.groups())} & {*lost}
+            and not _in_one([*map(_normal, found.groups())], rows)
+        ]
+        for number in dict.fromkeys(lost):
+            todo = f"{number} of the commit message is not in this text or its docs"
+            yield 1, "message", f"{todo}: correct one, or cite the docs file"
+
+
+def _ran_on(words: str) -> Iterator[tuple[int, str, bool]]:
+    """(line, device, whether it ran) for each clause that says so or the contrary."""
+    for clause in _CLAUSE.finditer(words):
+        what = clause[0].strip()
+        line = words.count("\n", 0, clause.start() + clause[0].find(what)) + 1
+        excepts = _NOT_RAN.search(what) is not None
+        claim = _RAN_ON.search(what)
+        named = what if excepts else claim[0] if claim else ""
+        for device, names in _DEVICES.items():
+            if names.search(named) and not what.startswith("- [ ]"):
+                yield line, device, not excepts
+
+
+def check_devices(text: Text, patch: Patch) -> Found:
+    """Text and message except the same devices, and claim no device that one excepts."""
+    ours, theirs = list(_ran_on("\n".join(text.lines))), list(_ran_on(patch.body))
+    here, there = ({d for _, d, ran in says if not ran} for says in (ours, theirs))
+    for device in sorted(here ^ there):
+        one, other = ("text", "message") if device in here else ("message", "text")
+        todo = f"the {one} says not measured on {device}, the {other} does not"
+        yield 1, "devices", f"{todo}: say it in both"
+    claimed = [(line, device) for line, device, ran in ours if ran]
+    claimed += [(1, device) for _, device, ran in theirs if ran]
+    for line, device in claimed:
+        if device in here | there:
+            yield line, "devices", f"says measured on {device} and not: correct one"
 
 
 def _rerun_specs(text: Text) -> Iterator[tuple[int, str]]:
@@ -221,13 +313,19 @@ def check_rerun(text: Text, patch: Patch, root: Path) -> Found:
             yield 1, "rerun", "say 'no registered test' and why, or give /rerun-test"
 
 
-TEXT_CHECKS = (check_title, check_headings, check_placeholders, check_not_measured)
+TEXT_CHECKS = (
+    check_title,
+    check_headings,
+    check_placeholders,
+    check_not_measured,
+    check_devices,
+)
 
 
 def _check_one(root: Path, path: Path, patch: Patch) -> list[tuple[int, str, str]]:
     text = read_text(root, path)
     found = [hit for check in TEXT_CHECKS for hit in check(text, patch)]
-    for check in (check_numbers, check_rerun):
+    for check in (check_numbers, check_message, check_rerun):
         found += check(text, patch, root)
     return sorted(found)
 
@@ -237,8 +335,9 @@ def check_pr_texts(root: Path) -> list[str]:
 
     Each patch needs its text and each text its patch. A text's title must be the
     commit's subject, its sections those of the template, every measured number one
-    that the commit message or a cited docs/ file has, and its /rerun-test line the
-    registered tests that the patch adds. LintError when sglang's registration parser
+    that the commit message or a cited docs/ file has (a table row's in one row, in
+    order) and the other way round, the devices that it excepts those of the message,
+    and its /rerun-test line the registered tests that the patch adds. LintError when sglang's registration parser
     is nowhere to be found.
     """
     root = root.resolve()

@@ -137,7 +137,7 @@ BROKEN = {
     "a checklist without items": ("- [x] Unit", "Unit", "headings"),
     "an accuracy section that claims all": (
         "Not measured on Blackwell.",
-        "",
+        "Nothing ran on Blackwell.",
         "not-measured",
     ),
     "a speed section that claims all": ("not\nmeasured", "good", "not-measured"),
@@ -147,11 +147,24 @@ BROKEN = {
         "not-measured",
     ),
     "a gap left open": ("three planes.", "three planes (TODO).", "placeholder"),
-    "a number in words": ("cost 1356 us", "cost 1357 us", "numbers"),
+    "a number in words": ("cost 1356 us", "cost 1356 us, or 1357 us", "numbers"),
     "a ratio": ("H200: 1.24x", "H200: 1.42x", "numbers"),
     "a percentage": ("three planes.", "three planes, 24% faster.", "numbers"),
     "a number at the end of a range": ("1.24x, and", "1.24x-1.31x, and", "numbers"),
     "a table cell": ("| 645 |", "| 654 |", "numbers"),
+    "a table row's columns": ("| 645 | 1.24x |", "| 1.24x | 645 |", "numbers"),
+    "a table row's label": ("| 16384 | 645", "| 1356 | 645", "numbers"),
+    "one exception more": ("on Blackwell.", "on Blackwell or XPU.", "devices"),
+    "another exception": (
+        "Not measured on Blackwell.",
+        "Accuracy was measured on B300; XPU was not measured.",
+        "devices",
+    ),
+    "an exception that a claim undoes": (
+        "three planes.",
+        "three planes, measured on GB300.",
+        "devices",
+    ),
     "a docs file that is not there": ("docs/conv.md", "docs/gone.md", "numbers"),
     "the selector's class": ("::TestSample", "::TestOther", "rerun"),
     "the selector's method": (".test_bits", ".test_bit", "rerun"),
@@ -164,6 +177,44 @@ BROKEN = {
 def test_broken_text(project, old, new, rule):
     edit(project, "docs/pull-requests/0002.md", old, new)
     assert set(rules(project)) == {rule}
+
+
+BROKEN_MESSAGE = {
+    "a number": ("1.24x faster", "1.42x faster", "message"),
+    "a number without a unit": ("1.24x faster", "1.24x (645) and 511 here", "message"),
+    "no exception": ("; not measured on Blackwell", "", "devices"),
+    "a claim": ("not measured on Blackwell", "measured on Blackwell", "devices"),
+    "another device": ("on Blackwell", "on AMD", "devices"),
+}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rule"), BROKEN_MESSAGE.values(), ids=BROKEN_MESSAGE
+)
+def test_broken_message(project, old, new, rule):
+    edit(project, "patches/0002-kda-planes.patch", old, new)
+    assert set(rules(project)) == {rule}
+
+
+def test_before_and_after_in_the_message_are_one_row_in_order(project):
+    patch = "patches/0002-kda-planes.patch"
+    for name in ("docs/conv.md", "docs/pull-requests/0002.md"):
+        edit(project, name, "| 16384 | 645", "| 16384 | 1356 | 645")
+    edit(project, patch, "a layer.", "a layer:\n1356 us ->\n645 us.")
+    assert rules(project) == []
+    edit(project, patch, "1356 us ->\n645 us", "645 ->\n1356 us")
+    (found,) = check_pr_texts(project)
+    assert "message: 645 -> 1356 of the commit message is not in" in found
+
+
+def test_other_words_for_the_same_exception(project):
+    """A device by another name, wrapped, and a box that is not ticked yet."""
+    path = "docs/pull-requests/0002.md"
+    edit(project, path, "Not measured on Blackwell.", "It was not measured: no\nB300.")
+    edit(project, path, "- [x] Unit tests.", "- [x] Unit tests.\n- [ ] Run on SM100.")
+    assert check_pr_texts(project) == []
+    edit(project, path, "- [ ] Run on", "- [x] Run on")
+    assert rules(project) == ["devices"]
 
 
 def test_a_finding_names_line_number_and_sources(project):
