@@ -89,7 +89,8 @@ def ci_register(root: Path) -> ModuleType:
             return _load(path)
     raise LintError(
         f"sglang/test/ci/ci_register.py is neither below {root} nor installed for "
-        f"{sys.executable}: build the engine, or use the engine environment's Python"
+        f"{sys.executable}: run `python3 scripts/series.py apply`, or use the engine "
+        "environment's Python"
     )
 
 

@@ -348,7 +348,7 @@ def test_says_so_when_the_parser_is_nowhere(tmp_path, no_sglang):
     file = tmp_path / UNIT
     file.parent.mkdir(parents=True)
     file.write_text(GOOD)
-    with pytest.raises(LintError, match="build the engine"):
+    with pytest.raises(LintError, match="series.py apply"):
         lint_paths(tmp_path, [file])
 
 
