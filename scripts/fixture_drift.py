@@ -61,10 +61,12 @@ def test_files(checkout: Path, wanted: list[Path]) -> list[Path]:
         place = path if path.exists() else checkout / path
         if place.is_dir():
             found |= set(place.rglob("test_*.py"))
-        elif place.is_file():
+        elif place.is_file() and place.suffix == ".py":
             found.add(place)
         else:
-            raise UsageError(f"no test {path}; name a file or folder of {checkout}")
+            raise UsageError(
+                f"no test {path}; name a .py file or a folder of {checkout}"
+            )
     return sorted(found)
 
 

@@ -20,6 +20,7 @@ from .values import (
     Stub,
     escape,
     has_stub,
+    may_set,
 )
 
 # Decorators under which a call still runs the body that was read.
@@ -59,8 +60,7 @@ class Calls(Classes, Containers, Expressions):
     def call(self, node: ast.Call, *, runs: bool = False):
         """Follows a call. `runs`: it is awaited or entered, so its body runs."""
         self.steps += 1
-        if not self.frames[1:] or self.is_test(self.frame.scope.module):
-            self.call_line = node.lineno
+        self.frame.line = node.lineno
         owner = None
         if isinstance(node.func, ast.Attribute):
             above = self._super(node.func)
@@ -105,6 +105,7 @@ class Calls(Classes, Containers, Expressions):
                 whole = whole and not value.open
             else:
                 whole = False
+        self.frame.line = node.lineno  # an argument may have been a call too
         return positional, keywords, whole
 
     def invoke(self, callee, node: ast.Call, runs: bool):
@@ -118,7 +119,8 @@ class Calls(Classes, Containers, Expressions):
             known = KNOWN.get(callee.name)
             if known is not None:
                 return known(self, positional, keywords, whole, node)
-            if not harmless(callee.name):
+            runs_code = any(isinstance(v, Function) and may_set(v.node) for v in given)
+            if runs_code or not harmless(callee.name):
                 escape(given)
             return UNKNOWN
         if isinstance(callee, Class):

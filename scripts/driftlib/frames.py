@@ -33,3 +33,4 @@ class Frame:
     doubt: int  # doubt of the caller
     returned: list = dataclasses.field(default_factory=list)
     yielded: int = 0  # doubt added by a yield, taken back at the end
+    line: int = 0  # of the statement or call that is being followed

@@ -13,6 +13,7 @@ from .calls import Calls
 from .frames import STEPS, Frame
 from .modules import Module, Project
 from .values import (
+    SETTERS,
     UNKNOWN,
     Class,
     Const,
@@ -65,7 +66,6 @@ class Interpreter(Calls):
         self.doubt = self.guard = self.steps = 0
         self.frames: list[Frame] = []
         self.settings: dict[str, object] = {}  # environment fields set by the test
-        self.call_line = 0
 
     @property
     def frame(self) -> Frame:
@@ -83,11 +83,12 @@ class Interpreter(Calls):
         function = getattr(self.frame.function.node, "name", "<lambda>")
         if self.frame.function.owner:
             function = f"{self.frame.function.owner.node.name}.{function}"
+        calls = [each.line for each in self.frames if self.is_test(each.scope.module)]
         key = (stub.path, stub.line, attribute)
         found = Finding(
             test=stub.path,
             stub_line=stub.line,
-            call_line=self.call_line,
+            call_line=calls[-1],
             attribute=attribute,
             path=self.project.relative(module.path),
             line=node.lineno,
@@ -121,6 +122,7 @@ class Interpreter(Calls):
         handler = getattr(self, f"do_{type(node).__name__}", None)
         if handler is None:
             return {FALL}
+        frame.line = node.lineno
         return handler(node, frame) or {FALL}
 
     def doubtful(self, bodies: list[list[ast.stmt]], frame: Frame) -> set[str]:
@@ -307,6 +309,8 @@ class Interpreter(Calls):
 
     def do_FunctionDef(self, node, frame):
         function = Function(node, frame.scope.module, frame.scope)
+        if node.decorator_list:
+            escape([function])  # the decorator may run it, now or later
         frame.scope.names[node.name] = UNKNOWN if node.decorator_list else function
 
     do_AsyncFunctionDef = do_FunctionDef
@@ -347,6 +351,8 @@ class Interpreter(Calls):
             old = owner.attributes.get(attribute)
             keep = not self.doubt or self.same(old, value)
             owner.attributes[attribute] = value if keep else UNKNOWN
+        elif isinstance(value, Function):
+            escape([value])  # whoever has the owner may run it
 
     # Attributes.
 
@@ -357,7 +363,7 @@ class Interpreter(Calls):
                 return owner.attributes[attribute]
             if not owner.open and not attribute.startswith("__"):
                 self.lacks(owner, attribute, node)
-            if attribute == "__dict__":
+            if attribute in SETTERS:
                 owner.open = True
             return UNKNOWN
         if isinstance(owner, Instance):

@@ -1,6 +1,7 @@
 """Calls outside the checkout whose effect on a stub is known."""
 
 from .values import (
+    SETTERS,
     UNKNOWN,
     Class,
     Const,
@@ -51,7 +52,8 @@ _HARMLESS = {
 
 def harmless(name: str) -> bool:
     """True when a call leaves the attributes of its arguments as they are."""
-    return name.split(".")[0] in _HARMLESS
+    first, *_, last = name.split(".")
+    return first in _HARMLESS and last not in SETTERS
 
 
 def _namespace(interpreter, positional, keywords, whole, node):
@@ -247,6 +249,7 @@ KNOWN = {
     "builtins.zip": _zip,
     "builtins.range": _range,
     "builtins.object.__new__": _new,
+    "builtins.object.__setattr__": _setattr,
     "copy.copy": _copy,
     "copy.deepcopy": _deepcopy,
     "functools.partial": _partial,

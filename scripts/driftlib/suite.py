@@ -1,16 +1,18 @@
 """Finds the registered tests of a checkout and follows each of them."""
 
 import ast
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
 from .frames import Frame, Scope
 from .interpreter import Finding, Interpreter
 from .modules import Module, Project
-from .names import decorators
+from .names import decorators, last_name
 from .values import UNKNOWN, Class, Function, Instance
 
-SKIPS = {"skip"}  # skipIf and skipUnless run somewhere, skip nowhere
+# Run nowhere, or may fail. skipIf and skipUnless run somewhere.
+SKIPS = {"skip", "xfail", "expectedFailure"}
 
 
 class BadTest(Exception):
@@ -116,10 +118,12 @@ class Suite:
 
 
 def _tests(module: Module) -> Iterable[tuple[ast.AST, ast.ClassDef | None]]:
+    if _skips(module.tree):
+        return
     for node in module.tree.body:
         if _is_test(node):
             yield node, None
-        elif isinstance(node, ast.ClassDef) and not SKIPS & decorators(node):
+        elif isinstance(node, ast.ClassDef) and not _skips(node):
             for part in node.body:
                 if _is_test(part):
                     yield part, node
@@ -129,8 +133,21 @@ def _is_test(node: ast.AST) -> bool:
     return (
         isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.name.startswith("test")
-        and not SKIPS & decorators(node)
+        and not _skips(node)
     )
+
+
+def _skips(node: ast.AST) -> bool:
+    """A module, class or function that its decorators or pytestmark take out."""
+    marks = [
+        part.value
+        for part in node.body
+        if isinstance(part, ast.Assign) and last_name(part.targets[0]) == "pytestmark"
+    ]
+    named = {
+        last_name(each) for mark in marks for each in getattr(mark, "elts", [mark])
+    }
+    return bool(SKIPS & (decorators(node) | named))
 
 
 def _follow_one(interpreter, module, function, cls) -> None:
@@ -138,7 +155,12 @@ def _follow_one(interpreter, module, function, cls) -> None:
     interpreter.reset()
     scope = Scope(module)
     interpreter.frames = [Frame(scope, None, 0)]
-    # Imports and definitions are looked up by name; the rest is state.
+    for node in module.tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            known = module.lookup(node.name)
+            if known is not UNKNOWN:  # bound once: it sees the module's state
+                scope.names[node.name] = dataclasses.replace(known, scope=scope)
+    # Imports are looked up by name; the rest is state.
     kept = ast.Assign | ast.AnnAssign | ast.Expr
     interpreter.block(
         [n for n in module.tree.body if isinstance(n, kept)], interpreter.frame

@@ -4,6 +4,9 @@ import ast
 import dataclasses
 from collections.abc import Iterator
 
+# Members through which an attribute of any name may be set.
+SETTERS = {"__dict__", "__init__", "__setattr__", "__setstate__"}
+
 
 class Unknown:
     """Anything. Nothing is ever reported about it."""
@@ -115,7 +118,28 @@ def parts(value) -> Iterator:
         yield from value.keywords.values()
 
 
-def reachable(roots) -> Iterator:
+def captured(value) -> Iterator:
+    """What code that may set attributes can get at by the names around it."""
+    code = value.cls if isinstance(value, Instance) else value
+    if not isinstance(code, Function | Class) or not may_set(code.node):
+        return
+    named = {part.id for part in ast.walk(code.node) if isinstance(part, ast.Name)}
+    scope = code.scope
+    while scope is not None:
+        yield from (scope.names[name] for name in named & scope.names.keys())
+        scope = scope.parent
+
+
+def may_set(node: ast.AST) -> bool:
+    """True when the code stores an attribute, or calls what might."""
+    return any(
+        isinstance(part, ast.Call)
+        or (isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store))
+        for part in ast.walk(node)
+    )
+
+
+def reachable(roots, more=parts) -> Iterator:
     """Every value that can be got at from the roots, each once."""
     seen: set[int] = set()
     todo = list(roots)
@@ -125,7 +149,7 @@ def reachable(roots) -> Iterator:
             continue
         seen.add(id(value))
         yield value
-        todo += parts(value)
+        todo += more(value)
 
 
 def has_stub(roots) -> bool:
@@ -134,8 +158,11 @@ def has_stub(roots) -> bool:
 
 
 def escape(roots) -> None:
-    """Code that was not read had these: it may have set further attributes."""
-    for value in reachable(roots):
+    """Code that was not read had these: it may have set further attributes.
+
+    It may also have run the functions among them.
+    """
+    for value in reachable(roots, lambda value: [*parts(value), *captured(value)]):
         if isinstance(value, Stub | Sequence | Mapping):
             value.open = True
 

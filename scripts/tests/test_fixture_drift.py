@@ -162,6 +162,13 @@ QUIET = {
     "handed to the unknown": ("config()(x)\nx.b", CALL),
     "vars": ("vars(x).update(b=1)\nx.b", CALL),
     "__dict__": ("x.__dict__['b'] = 1\nx.b", CALL),
+    "object.__setattr__": ("object.__setattr__(x, 'b', 1)\nx.b", CALL),
+    "__setattr__": ("x.__setattr__('b', 1)\nx.b", CALL),
+    "__setattr__ of its class": (
+        "from types import SimpleNamespace as S\nS.__setattr__(x, 'b', 1)\nx.b",
+        CALL,
+    ),
+    "__init__ again": ("x.__init__(b=1)\nx.b", CALL),
     "setattr with a computed name": ("setattr(x, config(), 1)\nx.b", CALL),
     "a copy with more": ("import copy\ny = copy.copy(x)\ny.b = 1\ny.b", CALL),
     "a stub of production's own": (
@@ -195,6 +202,66 @@ QUIET = {
         "x.b",
         "def fill(s):\n    s.b = 1\n"
         + in_test("s = SimpleNamespace()\nfill(s)\nwork(s)"),
+    ),
+    "set by a thread": (
+        "x.b",
+        "import threading\n"
+        + in_test(
+            "s = SimpleNamespace(a=1)\ndef fill():\n    s.b = 1\n"
+            "t = threading.Thread(target=fill)\nt.start()\nt.join()\nwork(s)"
+        ),
+    ),
+    "set by a thread through a helper": (
+        "x.b",
+        "import threading\ndef fill(s):\n    s.b = 1\n"
+        + in_test(
+            "s = SimpleNamespace(a=1)\n"
+            "threading.Thread(target=lambda: fill(s)).run()\nwork(s)"
+        ),
+    ),
+    "set by a callback": (
+        "x.b",
+        in_test(
+            "s, r = SimpleNamespace(a=1), config()\n"
+            "r.cb = lambda: setattr(s, 'b', 1)\nr.go()\nwork(s)"
+        ),
+    ),
+    "set by a callback of an object that another runs": (
+        "x.b",
+        in_test(
+            "s, r = SimpleNamespace(a=1), SimpleNamespace()\n"
+            "r.cb = lambda: setattr(s, 'b', 1)\nconfig().go(r)\nwork(s)"
+        ),
+    ),
+    "set by a method that another runs": (
+        "x.b",
+        in_test(
+            "s = SimpleNamespace(a=1)\nclass R:\n    def cb(self):\n"
+            "        s.b = 1\nconfig().go(R())\nwork(s)"
+        ),
+    ),
+    "set by map": (
+        "x.b",
+        in_test(
+            "s = SimpleNamespace(a=1)\n"
+            "list(map(lambda k: setattr(s, k, 1), ['b']))\nwork(s)"
+        ),
+    ),
+    "set by map on its items": (
+        "x.b",
+        "def fill(s):\n    s.b = 1\n"
+        + in_test("s = SimpleNamespace(a=1)\nlist(map(fill, [s]))\nwork(s)"),
+    ),
+    "set by a decorated function": (
+        "x.b",
+        in_test(
+            "s = SimpleNamespace(a=1)\n@config()\ndef fill():\n    s.b = 1\nwork(s)"
+        ),
+    ),
+    "set on a global by a helper": (
+        "x.b",
+        "S = SimpleNamespace(a=1)\ndef fill():\n    S.b = 1\n"
+        + in_test("fill()\nwork(S)"),
     ),
     "MagicMock": ("x.b", in_test("work(MagicMock(a=1))")),
     "Mock attribute": ("x.inner.b", in_test("work(SimpleNamespace(inner=Mock()))")),
@@ -263,6 +330,22 @@ QUIET = {
             "    def", "    @unittest.skip('no')\n    def"
         ),
     ),
+    "expected failure": (
+        "x.b",
+        in_test("work(SimpleNamespace())").replace(
+            "    def", "    @unittest.expectedFailure\n    def"
+        ),
+    ),
+    "xfail": (
+        "x.b",
+        "import pytest\n@pytest.mark.xfail(reason='no')\n"
+        "def test_it():\n    work(SimpleNamespace())\n",
+    ),
+    "skipped module": (
+        "x.b",
+        "import pytest\npytestmark = [pytest.mark.skip(reason='no')]\n"
+        + in_test("work(SimpleNamespace())"),
+    ),
     "a call in a branch of the test that is not taken": (
         "x.b",
         in_test("if False:\n    work(SimpleNamespace())"),
@@ -295,8 +378,17 @@ def test_quiet(tmp_path, name):
     assert found(checkout(tmp_path, production(body), test)) == []
 
 
-# Samples whose test never reaches the function, or replaces what it is given.
+# Samples whose test never reaches the function, replaces what it is given, or hands
+# it to code that is not followed.
 UNREACHED = {
+    "set by a thread",
+    "set by a thread through a helper",
+    "set by a callback",
+    "set by a callback of an object that another runs",
+    "set by a method that another runs",
+    "set by map",
+    "set by map on its items",
+    "set by a decorated function",
     "an expected error",
     "a class of the test",
     "subclass of SimpleNamespace",
@@ -304,6 +396,9 @@ UNREACHED = {
     "keywords nobody knows",
     "skipped test",
     "skipped method",
+    "skipped module",
+    "expected failure",
+    "xfail",
     "a call in a branch of the test that is not taken",
     "production not called",
 }
@@ -364,6 +459,23 @@ LOUD = {
     "hasattr says no": ("if not hasattr(x, 'z'):\n    x.b", CALL),
     "a copy that got it": ("import copy\ny = copy.copy(x)\ny.b = 1\nx.b", CALL),
     "guarded elsewhere": ("getattr(x, 'b', 0)\nx.b", CALL),
+    "another stub set by a thread": (
+        "x.b",
+        in_test(
+            "import threading\ns, o = SimpleNamespace(a=1), SimpleNamespace()\n"
+            "def fill():\n    o.b = 1\nthreading.Thread(target=fill).run()\nwork(s)"
+        ),
+    ),
+    "a callback that only reads": (
+        "x.b",
+        in_test("s, r = SimpleNamespace(a=1), config()\nr.cb = lambda: s.a\nwork(s)"),
+    ),
+    "map without the stub": (
+        "x.b",
+        in_test(
+            "s = SimpleNamespace(a=1)\nlist(map(lambda k: k.upper(), ['b']))\nwork(s)"
+        ),
+    ),
     "deleted": ("x.b", in_test("s = SimpleNamespace(b=1)\ndel s.b\nwork(s)")),
     "two calls, the second without": (
         "x.b",
@@ -764,6 +876,43 @@ def test_the_command_line(tmp_path):
     assert run(root).returncode == 0
 
 
+CALLED_FROM = """
+def make():
+    return SimpleNamespace(a=int("1"))
+def start(s):
+    work(s)  # in the helper
+"""
+
+
+@pytest.mark.parametrize(
+    "body, line",
+    [
+        ("work(make())", "work(make())"),
+        ("work(\n    make(),\n)", "work("),
+        ("s = make()\nint('1')\nwork(s)", "work(s)"),
+        ("start(make())", "work(s)  # in the helper"),
+        ("s = make()\nr = Shown(s)\nint('1')\nself.x = r.shown", "self.x = r.shown"),
+    ],
+)
+def test_the_line_that_called(tmp_path, body, line):
+    """The call of production code, not the helper that made the stub."""
+    shown = """
+    class Shown:
+        def __init__(self, y):
+            self.y = y
+        @property
+        def shown(self):
+            return self.y.b
+    """
+    code = production("x.b") + textwrap.dedent(shown)
+    test = CALLED_FROM + "from engine.work import Shown\n" + in_test(body)
+    suite = Suite(checkout(tmp_path, code, test), [tmp_path / "python"])
+    path = tmp_path / "test/registered/test_sample.py"
+    suite.follow(path)
+    [finding] = suite.findings
+    assert path.read_text().splitlines()[finding.call_line - 1].strip() == line
+
+
 def test_usage_errors(tmp_path, capsys):
     assert fixture_drift.main([str(tmp_path)]) == 2
     assert "has no python/ folder" in capsys.readouterr().err
@@ -773,6 +922,9 @@ def test_usage_errors(tmp_path, capsys):
     root = checkout(tmp_path, production("x.b"), CALL)
     assert fixture_drift.main([str(root), "test/registered/test_sample.py"]) == 1
     assert fixture_drift.main([str(root), "test/none.py"]) == 2
+    (root / "README.md").write_text("SimpleNamespace\n")
+    assert fixture_drift.main([str(root), "README.md"]) == 2
+    assert "name a .py file" in capsys.readouterr().err
     (root / "test" / "registered" / "test_broken.py").write_text(
         "from types import SimpleNamespace\ndef (:\n"
     )
