@@ -48,6 +48,9 @@ def test_changed_series_replaces_patches_and_mirror(world):
     assert not (world.root / "test").exists()
     assert (world.root / "python/sglang/go.sh").stat().st_mode & 0o111
     assert world.run("check") == 0
+    world.git("reset", "-q", "--hard", "HEAD~1")
+    assert world.run("export") == 0  # and one patch less is no lost patch
+    assert world.run("apply") == 0
 
 
 @pytest.mark.parametrize("unusual", ["Naïve Ünïcode – ok", "x" * 200, "one (a) #1"])
