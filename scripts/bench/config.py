@@ -38,7 +38,8 @@ class Node(Section):
     """One host of a multi-node server.
 
     `command` is run through the shell here, with {engine} (the whole launch
-    command), {rank}, {port}, {label} and {nonce} filled in.
+    command), {quoted} (that with its --node-rank, as one word for ssh), {rank},
+    {port}, {label} and {nonce} filled in.
     """
 
     command: str

@@ -115,7 +115,7 @@ def measure(
 
 
 def _cache_checks(experiment: Experiment, run: Run, server: Server) -> list[Check]:
-    """Every run began with a clone of one and the same autotune cache."""
+    """Every run, on every host, began with a clone of one and the same cache."""
     mine = (server.identity or {}).get("cache")
     if mine is None:
         if server.arm.url:
@@ -130,6 +130,16 @@ def _cache_checks(experiment: Experiment, run: Run, server: Server) -> list[Chec
                 f" {theirs['digest'][:12]}: the baseline cache was changed in between"
             )
             return [Check(name="autotune-cache", ok=False, detail=detail)]
+    caches = [
+        (node["cache"] or {}).get("digest", "") for node in server.node_identities()
+    ]
+    if set(caches) - {mine["digest"]}:
+        detail = (
+            "the hosts began with different caches, digests "
+            f"{', '.join(digest[:12] or 'none' for digest in caches)}: give each host the"
+            " same server.cache, on a shared disk or as a copy"
+        )
+        return [Check(name="autotune-cache", ok=False, detail=detail)]
     detail = f"a clone of {mine['files']} files, digest {mine['digest'][:12]}"
     return [Check(name="autotune-cache", ok=True, detail=detail)]
 

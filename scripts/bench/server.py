@@ -114,6 +114,8 @@ class Server:
     def variables(self) -> dict[str, str]:
         """Environment variables that this run sets for the engine."""
         own = {**self.config.server.environment, **self.arm.environment}
+        if self.cache_override:
+            own["SGLANG_CACHE_DIR"] = self.cache_override
         return {**own, "PYTHONPATH": self.tree.python_path}
 
     def command(self, rank: int) -> list[str]:
@@ -138,8 +140,6 @@ class Server:
         environment = {**os.environ, **self.variables}
         # Compiling thousands of files in every process of every run takes minutes.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        if self.cache_override:
-            environment["SGLANG_CACHE_DIR"] = self.cache_override
         logs = self.scratch / "logs"
         stamp = f"{self.label}-{self.mark[:12]}"
         folder = self.scratch / "run"
@@ -152,6 +152,7 @@ class Server:
             try:
                 command = node.command.format(
                     engine=engine,
+                    quoted=shlex.quote(f"{engine} --node-rank {rank}"),
                     rank=rank,
                     port=self.port,
                     label=self.label,
@@ -159,8 +160,8 @@ class Server:
                 )
             except (KeyError, IndexError, ValueError) as error:
                 raise BenchError(
-                    f"server.nodes[{rank}].command: {error!r}; use {{engine}}, {{rank}},"
-                    " {port}, {label}, {nonce}, and {{ }} for plain braces"
+                    f"server.nodes[{rank}].command: {error!r}; use {{quoted}}, {{engine}},"
+                    " {rank}, {port}, {label}, {nonce}, and {{ }} for plain braces"
                 ) from error
             self._spawn(command, logs / f"{stamp}-node{rank}.log", os.environ, folder)
 

@@ -53,6 +53,12 @@ def leftovers(tmp_path):
     return found
 
 
+def two_nodes(command="{engine} --node-rank {rank}"):
+    """Settings of a server of two nodes; `command` starts the second one."""
+    nodes = [{"command": "{engine}"}, {"command": command}]
+    return {"server__nodes": nodes, "server__port": free_port("127.0.0.1")}
+
+
 def test_two_pairs_run_forwards_and_backwards_each_on_its_own_tree(tmp_path, standin):
     path = benchkit.write(tmp_path, standin, schedule__pairs=2)
     done = run_bench("serve-ab", path)
@@ -323,11 +329,13 @@ def test_every_run_gets_its_own_clone_of_the_baseline_cache(tmp_path, standin):
     assert list((tmp_path / "scratch" / "caches").iterdir()) == []
 
 
-def test_a_missing_baseline_cache_is_made_by_prepare_cache(tmp_path, standin):
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_missing_baseline_cache_is_made_by_prepare_cache(tmp_path, standin, hosts):
     cache = tmp_path / "cache"
     faults = ["--faults", "writes-cache"]
+    changes = {"server__cache": str(cache), "server__arguments": faults}
     path = benchkit.write(
-        tmp_path, standin, server__cache=str(cache), server__arguments=faults
+        tmp_path, standin, **changes, **(two_nodes() if hosts == 2 else {})
     )
     done = run_bench("serve-ab", path)
     assert done.returncode == 1 and "--prepare-cache" in done.stdout
@@ -352,15 +360,43 @@ def test_a_baseline_cache_changed_between_runs_is_caught(tmp_path, standin):
     assert not check(formal(tmp_path)[-1], "autotune-cache").ok
 
 
+def test_a_host_with_another_baseline_cache_is_caught(tmp_path, standin):
+    caches = [tmp_path / "cache", tmp_path / "other"]
+    for cache in caches:
+        cache.mkdir()
+    (caches[1] / "tactics.json").write_text("{}")
+    script = tmp_path / "node.sh"  # the same command with the other cache
+    script.write_text(
+        f'for word; do [ "$word" != {caches[0]} ] || word={caches[1]}\n'
+        'set -- "$@" "$word"; shift; done; exec "$@"\n'
+    )
+    nodes = two_nodes(f"sh {script} {{engine}} --node-rank {{rank}}")
+    path = benchkit.write(tmp_path, standin, server__cache=str(caches[0]), **nodes)
+    done = run_bench("serve-ab", path)
+    assert done.returncode == 1
+    assert "autotune-cache: the hosts began with different caches" in done.stdout
+    assert speeds(done) == []
+
+
+def test_a_quoted_command_keeps_its_json_arguments_through_a_second_shell(
+    tmp_path, standin
+):
+    """As ssh does: one word that another shell reads again."""
+    override = ["--json-model-override-args", '{"a b": "c"}']  # the stand-in reads it
+    nodes = two_nodes("sh -c {quoted}")
+    nodes["server__nodes"][0]["command"] = "sh -c {quoted}"
+    path = benchkit.write(tmp_path, standin, server__arguments=override, **nodes)
+    done = run_bench("serve-ab", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not leftovers(tmp_path)
+
+
 def test_two_nodes_report_their_trees(tmp_path, standin):
     """The second node's command runs the other tree: its own report tells."""
     base = tmp_path / "base"
     git(standin, "clone", "-q", str(standin), str(base))
     git(base, "checkout", "-q", "HEAD~1")
-    node = {"command": "{engine}"}
-    other = {"command": "{engine} --node-rank {rank}"}
-    port = {"server__port": free_port("127.0.0.1")}
-    path = benchkit.write(tmp_path, standin, server__nodes=[node, other], **port)
+    path = benchkit.write(tmp_path, standin, **two_nodes())
     done = run_bench("serve-ab", path)
     assert done.returncode == 0, done.stdout + done.stderr
     nodes_check = check(formal(tmp_path)[-1], "engine-nodes")
@@ -368,8 +404,8 @@ def test_two_nodes_report_their_trees(tmp_path, standin):
     assert not leftovers(tmp_path)
     script = tmp_path / "node.sh"  # drops `env PYTHONPATH=...` for one of its own
     script.write_text(f'shift 2; exec env PYTHONPATH={base}/python "$@"\n')
-    other["command"] = f"sh {script} {{engine}} --node-rank {{rank}}"
-    path = benchkit.write(tmp_path, standin, server__nodes=[node, other], **port)
+    nodes = two_nodes(f"sh {script} {{engine}} --node-rank {{rank}}")
+    path = benchkit.write(tmp_path, standin, **nodes)
     done = run_bench("serve-ab", path, "--rows", tmp_path / "second.jsonl")
     assert done.returncode == 1
     assert "series-1: engine-nodes: 2 of 2 nodes reported, digests" in done.stdout

@@ -17,6 +17,7 @@ PARSER.add_argument("--host")
 PARSER.add_argument("--port", type=int)
 PARSER.add_argument("--enable-metrics", action="store_true")
 PARSER.add_argument("--node-rank", type=int, default=0)
+PARSER.add_argument("--json-model-override-args", type=json.loads)
 PARSER.add_argument("--weights", type=int, default=0)
 PARSER.add_argument("--faults", default="")
 
