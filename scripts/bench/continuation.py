@@ -19,8 +19,7 @@ __all__ = ["add_arguments", "continuation", "main"]
 def continuation(experiment: Experiment, arm: str, server: Server) -> Row:
     """Scores each context cold, warm, warm again, and, if asked for, from the host."""
     settings = experiment.config.continuation
-    if settings.host:
-        refuse_without_host_tier(server)
+    refuse_without_host_tier(server)
     jobs = [(context, False) for context in settings.contexts]
     if settings.control:
         jobs.append((settings.control, True))
@@ -70,7 +69,9 @@ def _score(server: Server, settings: Continuation, ids: list[int], context: int)
 
 
 def refuse_without_host_tier(server: Server) -> None:
-    """Raises BenchError when the engine has no host cache tier."""
+    """Raises BenchError when host = true and the engine has no host cache tier."""
+    if not server.config.continuation.host:
+        return
     if not server.client.info().get("enable_hierarchical_cache"):
         raise BenchError(
             "continuation.host = true needs an engine with a host cache tier: add"

@@ -61,6 +61,7 @@ class Experiment:
         self.again = options.again
         self.digest = configs.digest(self.config)
         self.rows = self._read()
+        self.before = len(self.rows)  # rows of earlier commands
         self.trees: dict[str, trees.Tree] = {}
 
     def _read(self) -> list[Row]:
@@ -106,9 +107,10 @@ class Experiment:
 
     def finished(self, kind: str, label: str) -> Row | None:
         """The last formal row of a run that need not be repeated."""
-        for row in reversed(self.rows):
+        for index, row in reversed(list(enumerate(self.rows))):
             if row.kind == kind and row.label == label and row.formal:
-                if row.failed or (self.again and not row.passed):
+                again = self.again and index < self.before
+                if row.failed or (again and not row.passed):
                     return None
                 return row
         return None

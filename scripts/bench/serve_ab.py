@@ -153,17 +153,19 @@ def one_run(
 ) -> Row:
     """One server from start to end; its rows are written whatever happens."""
     measured = experiment.finished("serve", run.label)
+    left = list(probes)
     try:
         with experiment.server(run.arm, run.label) as server:
+            if "continuation" in left:
+                continuation.refuse_without_host_tier(server)
             if measured is None:
                 warm, measured = measure(experiment, run, position, server, client)
                 experiment.check_twins(measured)
                 if warm is not None:
                     experiment.add(warm)
                 experiment.add(measured)
-            for name in probes:
-                if experiment.finished(name, run.arm) is None:
-                    common.run_probe(experiment, PROBES[name][0], run.arm, server)
+            while left:
+                common.run_probe(experiment, PROBES[left.pop(0)][0], run.arm, server)
     except RunFailed as error:
         if measured is None:
             measured = experiment.row(
@@ -175,8 +177,10 @@ def one_run(
                 failed=str(error),
             )
             experiment.add(measured)
-        else:
-            print(f"{run.label}: {error}")
+        for name in left:
+            experiment.add(
+                experiment.row(name, run.arm, label=run.arm, failed=str(error))
+            )
     return measured
 
 
@@ -231,7 +235,7 @@ def main(argv: list[str]) -> int:
     for name in probes:
         arms = dict.fromkeys(row.arm for row in found)
         rows = [common.last(experiment, name, arm) for arm in arms]
-        code = max(code, PROBES[name][1]([row for row in rows if row]))
+        code = max(code, PROBES[name][1](rows))
     return code
 
 

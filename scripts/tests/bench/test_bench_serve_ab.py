@@ -104,6 +104,53 @@ def test_probes_reuse_the_servers_of_serve_ab(tmp_path, standin):
     assert len(read(tmp_path)) == len(found)
 
 
+def test_probes_whose_server_never_came_up_are_failed_rows(tmp_path, standin):
+    """Also when the arm's speed is measured already."""
+    flag = tmp_path / "no-start"
+    faults = ["--faults", f"no-start-while:{flag}"]
+    path = benchkit.write(tmp_path, standin, arms__series__arguments=faults)
+    assert run_bench("serve-ab", path).returncode == 0
+    flag.touch()
+    done = run_bench("serve-ab", path, "--with", "outputs,branching")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert speeds(done) == ["base-1", "series-1"]
+    probes = {(r.kind, r.arm): r for r in read(tmp_path) if r.kind != "serve"}
+    for kind in ("outputs", "branching"):
+        assert probes[kind, "base"].passed
+        assert "refuses to start on purpose" in probes[kind, "series"].failed
+    assert done.stdout.count("series: run failed: run series-1") == 2
+    flag.unlink()
+    done = run_bench("serve-ab", path, "--with", "outputs,branching")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_again_repeats_a_failed_probe_once(tmp_path, standin):
+    faults = ["--faults", "sticky-cache"]  # cold scores come from the cache
+    path = benchkit.write(
+        tmp_path,
+        standin,
+        schedule__pairs=2,
+        continuation={"contexts": [30, 30], "control": 0, "length": 8},
+        arms__series__arguments=faults,
+    )
+    for options, count in ([], 1), (["--again"], 2):
+        done = run_bench("serve-ab", path, "--with", "continuation", *options)
+        assert done.returncode == 1, done.stdout + done.stderr
+        probes = [r for r in read(tmp_path) if r.kind == "continuation"]
+        assert [r.arm for r in probes].count("series") == count
+        assert [r.arm for r in probes].count("base") == 1
+
+
+def test_a_host_variant_without_a_host_tier_is_refused_before_the_load(
+    tmp_path, standin
+):
+    path = benchkit.write(tmp_path, standin, continuation__host=True)
+    done = run_bench("serve-ab", path, "--with", "continuation")
+    assert done.returncode == 2
+    assert "--enable-hierarchical-cache" in done.stderr
+    assert not (tmp_path / "scratch" / "trial.jsonl").exists()
+
+
 def test_resume_repeats_only_what_is_not_finished(tmp_path, standin):
     path = benchkit.write(tmp_path, standin, schedule__pairs=2)
     assert run_bench("serve-ab", path).returncode == 0
@@ -191,8 +238,8 @@ def test_a_stated_cache_share_is_met_and_checked(tmp_path, standin):
 
 
 def test_prompts_served_from_cache_cost_the_run_its_speed(tmp_path, standin):
-    """With warm-up and formal prompts alike and no flush, formal ones are cached."""
-    faults = ["--faults", "sticky-cache,always-cached"]
+    """The server says of every prompt that all but its last token was cached."""
+    faults = ["--faults", "always-cached"]
     path = benchkit.write(tmp_path, standin, arms__series__arguments=faults)
     done = run_bench("serve-ab", path)
     assert done.returncode == 1

@@ -119,7 +119,8 @@ def lose_port(host: str, port: int) -> None:
 
 if __name__ == "__main__":
     arguments = PARSER.parse_args()
-    if "no-start" in arguments.faults:
+    fault, _, flag = arguments.faults.partition(":")
+    if fault == "no-start" or fault == "no-start-while" and os.path.exists(flag):
         raise SystemExit("stand-in: refuses to start on purpose")
     if "lost-port" in arguments.faults:
         lose_port(arguments.host, arguments.port)
