@@ -14,8 +14,9 @@ EPILOG = """\
 Writes report.md and, for each experiment with speeds, throughput, ttft and
 ratios PNGs beside it. The same rows give the same bytes of Markdown.
 
-exit codes: 0 ok, 1 a run failed a check, a row is missing or a line is no row
-(the report is written all the same and lists them), 2 usage
+exit codes: 0 ok, 1 a run failed a check, outputs differ from the baseline's, a
+row is missing or a line is no row (the report is written all the same and lists
+them), 2 usage
 """
 
 
@@ -141,5 +142,6 @@ def main(argv: list[str]) -> int:
     for line in [*wrong, *map(str, bad)]:
         print(f"bench report: {line}", file=sys.stderr)
     failed = any(not row.passed for group in found for row in group.rows)
+    differ = any(map(report_data.outputs_differ, found))
     lost = any(map(report_data.missing, found, wanted))
-    return errors.CHECK_FAILED if failed or lost or bad else errors.OK
+    return errors.CHECK_FAILED if failed or differ or lost or bad else errors.OK

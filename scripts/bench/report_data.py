@@ -7,6 +7,7 @@ import msgspec
 
 from . import config as configs
 from . import stats
+from .compare import outputs as compare_outputs
 from .config import Config
 from .rows import Row
 
@@ -132,6 +133,21 @@ def speed(runs: Sequence[Row]) -> Speed | None:
     )
 
 
+def outputs_differ(group: Group) -> dict[str, str]:
+    """For each arm whose fixed outputs are not the baseline's: how many, which first."""
+    members = [row for row in group.of("outputs") if row.outputs]
+    base = next((row for row in members if row.baseline), None)
+    result = {}
+    for row in members if base else []:
+        differ = compare_outputs(base, row)
+        if differ:
+            count = (
+                f"{len(differ)} of {len(row.outputs)} outputs differ from {base.arm}'s"
+            )
+            result[row.arm] = f"{count}; {differ[0]}"
+    return result
+
+
 class Comparison(msgspec.Struct):
     """One arm against the baseline, over the pairs in which both runs passed."""
 
@@ -221,12 +237,15 @@ def compare(group: Group, *, level: float, seed: int) -> list[Comparison]:
     """Every arm against the baseline."""
     result = []
     floor, ttft_floor = noise(group, input_rate), noise(group, median_ttft)
+    differ = outputs_differ(group)
     candidates = {row.arm for row in group.of("serve") if not row.baseline}
     for arm in [name for name in group.arms if name in candidates]:
         pairs, left_out = [], []
         for base, candidate in pairs_of(group, arm):
             bad = [row.label for row in (base, candidate) if speed([row]) is None]
-            if bad:
+            if arm in differ:
+                left_out.append(f"{base.label} {candidate.label} (outputs differ)")
+            elif bad:
                 reason = f"{' and '.join(bad)} did not pass"
                 left_out.append(f"{base.label} {candidate.label} ({reason})")
             else:

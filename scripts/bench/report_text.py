@@ -87,6 +87,7 @@ def comparison_section(group: Group, found: Sequence[Comparison]) -> list[str]:
         return []
     floor = report_data.noise(group, report_data.input_rate)
     ttft_floor = report_data.noise(group, report_data.median_ttft)
+    differ = report_data.outputs_differ(group)
     lines = []
     for each in found:
         for what, ratios, verdict, pooled in (
@@ -104,7 +105,7 @@ def comparison_section(group: Group, found: Sequence[Comparison]) -> list[str]:
                     if interval and interval.pairs > 1
                     else NO_SPEED,
                     f"{pooled - 1:+.2%}" if pooled else NO_SPEED,
-                    verdict,
+                    "outputs differ" if each.arm in differ else verdict,
                 ]
             )
     head = ["Arm", "Measure", "Pairs", "Median", "Interval", "Pooled", "Verdict"]
@@ -126,10 +127,15 @@ def comparison_section(group: Group, found: Sequence[Comparison]) -> list[str]:
 
 
 def problems_section(group: Group, planned: Sequence[str] = ()) -> list[str]:
-    """Failed checks, missing rows and repeated runs. Empty when there are none."""
+    """Failed checks, outputs that differ, missing rows and repeated runs.
+
+    Empty when there are none.
+    """
     lines = []
     for row in group.rows:
         lines += [f"- {row.kind} {row.label}: {cell(text)}" for text in row.problems]
+    differ = report_data.outputs_differ(group)
+    lines += [f"- outputs {arm}: {cell(text)}" for arm, text in differ.items()]
     lines += [f"- missing: {text}" for text in report_data.missing(group, planned)]
     lines += [
         f"- {row.kind} {row.label} ran again; an earlier row"

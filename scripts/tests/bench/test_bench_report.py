@@ -346,10 +346,38 @@ def test_outputs_name_the_first_request_and_token(tmp_path):
     base = outputs_row("baseline", [[1, 2, 3], [1, 2, 3], [4, 5, 6]])
     good = outputs_row("kda", [[1, 2, 3], [1, 2, 3], [4, 5, 6]])
     odd = outputs_row("moe", [[1, 2, 3], [1, 2, 4], [4, 9, 6]])
-    text = reported(tmp_path, [base, good, odd])[1]
+    code, text = reported(tmp_path, [base, good, odd])
+    assert code == 1
+    assert text.count("outputs differ from baseline's") == 1
+    assert (
+        "- outputs moe: 2 of 3 outputs differ from baseline's; len3 #1: first difference"
+        " at output token 2" in text
+    )
     assert "| kda | 3 | 3 | 2 inputs, each with one output | none |" in text
     moe = line_of(text, "| moe | 3 | 1 | len3 #1 differs from len3 #0 at token 2 |")
     assert "len3 #1: first difference at output token 2" in moe
+
+
+def test_an_arm_whose_outputs_differ_gets_no_speed_verdict(tmp_path, capsys):
+    base = outputs_row("baseline", [[1, 2, 3]])
+    probes = [
+        base,
+        outputs_row("kda", [[1, 2, 3]]),
+        outputs_row("combined", [[1, 2, 4]]),
+    ]
+    members = seed_rows()
+    members += [run("KDA2", "kda", 2, 42_800.0, 6.0, position=6)]
+    code, text = reported(tmp_path / "a", members + probes)
+    assert code == 1
+    for what in ("input tok/s", "P50 TTFT"):
+        line = line_of(text, f"| combined | {what}")
+        assert line == f"| combined | {what} | - | - | - | - | outputs differ |"
+    assert "- Pair left out: A1 B1 (outputs differ)." in text
+    assert "faster by" in line_of(text, "| kda | input tok/s")
+    assert "outputs combined: 1 of 1 outputs differ" in capsys.readouterr().err
+    probes[2] = outputs_row("combined", [[1, 2, 3]])
+    code, text = reported(tmp_path / "b", members + probes)
+    assert code == 0 and "faster by" in line_of(text, "| combined | input tok/s")
 
 
 def scored(state, values, context=100, cached=None, **changes):
