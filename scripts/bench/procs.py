@@ -25,11 +25,19 @@ def _raise(signum: int, _frame) -> None:
 
 @contextlib.contextmanager
 def orderly_signals() -> Iterator[None]:
-    """Lets SIGTERM and SIGHUP unwind the stack, so that servers are ended."""
+    """Lets SIGTERM and SIGHUP unwind the stack, so that servers are ended.
+
+    A signal that is ignored, as SIGHUP is under nohup, stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    old = {s: signal.signal(s, _raise) for s in (signal.SIGTERM, signal.SIGHUP)}
+    taken = [
+        signum
+        for signum in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(signum) != signal.SIG_IGN
+    ]
+    old = {signum: signal.signal(signum, _raise) for signum in taken}
     try:
         yield
     finally:

@@ -337,12 +337,16 @@ def test_a_host_without_a_free_port_is_named():
 def test_interruption_ends_every_process_it_started(tmp_path, standin, signum):
     faults = ["--faults", "hang"]
     path = benchkit.write(tmp_path, standin, arms__base__arguments=faults)
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    bystander = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(3600)"]
+    )
     bench = subprocess.Popen(
         [sys.executable, str(SCRIPTS / "bench"), "serve-ab", str(path)],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
+        # Whatever started the tests may have Ctrl-C ignored, as `pytest &` in a script.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert procs.wait_until(lambda: "ready" in bench.stderr.readline(), timeout=120)
@@ -356,6 +360,22 @@ def test_interruption_ends_every_process_it_started(tmp_path, standin, signum):
         bench.stderr.close()
         bystander.kill()
         bystander.wait()
+
+
+def test_nohup_keeps_a_hangup_from_ending_the_runs():
+    code = (
+        "import os, signal; from bench import procs\n"
+        "with procs.orderly_signals():\n"
+        "    os.kill(os.getpid(), signal.SIGHUP); print('goes on', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    done = subprocess.run(
+        ["nohup", sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SCRIPTS)},
+    )
+    assert done.stdout == "goes on\n" and "Terminated: SIGTERM" in done.stderr
 
 
 def test_every_run_gets_its_own_clone_of_the_baseline_cache(tmp_path, standin):

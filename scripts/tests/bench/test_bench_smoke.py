@@ -126,7 +126,7 @@ def test_the_cpu_smoke_example_from_servers_to_report(tmp_path):
     place = ["--set", f"base={ENGINE}", "--set", f"series={ENGINE}"]
     probes = "outputs,continuation,branching"
     done = run_bench(
-        *("serve-ab", EXAMPLE, *place, "--with", probes), cwd=tmp_path, timeout=3000
+        *("serve-ab", EXAMPLE, *place, "--with", probes), cwd=tmp_path, timeout=1500
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert servers_left(tmp_path) == []
