@@ -5,11 +5,18 @@ import hashlib
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from .errors import BenchError
+
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Token = Annotated[int, Meta(ge=0, lt=2**32)]
+Limit = Annotated[float, Meta(ge=0)]  # nats
 
 
 class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -51,22 +58,23 @@ class Server(Section):
     environment: dict[str, str] = {}
     python: str = ""  # interpreter of the engine environment; default: this one
     host: str = "127.0.0.1"
-    port: int = 0  # 0: any free port
-    ready_timeout: float = 1800
-    stop_grace: float = 30
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0  # 0: any free port
+    ready_timeout: Annotated[float, Meta(gt=0)] = 1800
+    stop_grace: Annotated[float, Meta(ge=0)] = 30
     cache: str = ""  # baseline autotune cache; each run gets a clone
     nodes: list[Node] = []
 
 
 class Load(Section):
-    isl: int
-    osl: int = 1
-    concurrency: int = 4
-    requests: int = 128
-    warmup: int = 8
-    seed: int = 1
-    cached_share: float = 0.0  # expected of every formal request
-    cached_slack: int = 0  # allowed distance from it, tokens
+    isl: Annotated[int, Meta(ge=2)]
+    osl: Positive = 1
+    concurrency: Positive = 4
+    requests: Positive = 128
+    warmup: Count = 8
+    seed: Count = 1
+    # Expected of every formal request.
+    cached_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    cached_slack: Count = 0  # allowed distance from it, tokens
     tokenizer: str = ""  # default: the model
     arguments: list[str] = []  # more arguments for sglang.benchmark.serving
 
@@ -78,39 +86,39 @@ class Run(Section):
 
 
 class Schedule(Section):
-    pairs: int = 0  # A B B A ... over all arms
+    pairs: Count = 0  # A B B A ... over all arms
     runs: list[Run] = []  # or each run by name
 
 
 class Outputs(Section):
-    lengths: tuple[int, ...] = (1024, 16383, 16384, 16385, 32768, 65536)
-    repeats: int = 2
-    new_tokens: int = 16
-    concurrent: int = 8
-    concurrent_length: int = 16384
-    concurrency: int = 4
+    lengths: tuple[Positive, ...] = (1024, 16383, 16384, 16385, 32768, 65536)
+    repeats: Positive = 2
+    new_tokens: Positive = 16
+    concurrent: Count = 8
+    concurrent_length: Positive = 16384
+    concurrency: Positive = 4
     seed: int = 1
 
 
 class Continuation(Section):
-    contexts: tuple[int, ...] = (32769, 36000, 72000)
-    control: int = 32768  # aligned to the prefill chunk; 0: no control
-    length: int = 167
+    contexts: tuple[Positive, ...] = (32769, 36000, 72000)
+    control: Count = 32768  # aligned to the prefill chunk; 0: no control
+    length: Positive = 167
     seed: int = 1
     host: bool = False  # also score after the prefix went to the host tier
-    fill: int = 0  # tokens that empty the device cache; 0: ask the server
-    max_mean: float | None = None  # limit on mean |difference| cold to warm, nats
-    max_repeat: float | None = None  # limit on max |difference| warm to warm, nats
-    max_control: float | None = None  # limit on max |difference| of the control
+    fill: Count = 0  # tokens that empty the device cache; 0: ask the server
+    max_mean: Limit | None = None  # limit on mean |difference| cold to warm
+    max_repeat: Limit | None = None  # limit on max |difference| warm to warm
+    max_control: Limit | None = None  # limit on max |difference| of the control
 
 
 class Branching(Section):
-    prefix: int = 8320  # ends in the middle of an index group
-    suffix: int = 512  # tokens each branch adds
-    span: int = 167  # tokens of the first branch that are scored
-    seeds: tuple[int, ...] = (1, 2, 3)
-    collapse: float = 0.5  # a fall of the mean score by this much, nats
-    max_mean: float | None = None  # limit on mean |difference|, nats
+    prefix: Positive = 8320  # ends in the middle of an index group
+    suffix: Positive = 512  # tokens each branch adds
+    span: Positive = 167  # tokens of the first branch that are scored
+    seeds: Annotated[tuple[int, ...], Meta(min_length=1)] = (1, 2, 3)
+    collapse: Annotated[float, Meta(gt=0)] = 0.5  # a fall of the mean score, nats
+    max_mean: Limit | None = None  # limit on mean |difference|
 
 
 class Config(Section):
@@ -123,7 +131,7 @@ class Config(Section):
     outputs: Outputs | None = None
     continuation: Continuation | None = None
     branching: Branching | None = None
-    token_range: tuple[int, int] = (1000, 100000)  # ids the probes draw from
+    token_range: tuple[Token, Token] = (1000, 100000)  # ids the probes draw from
     scratch: str = "build/bench"
     rows: str = ""  # default: SCRATCH/EXPERIMENT.jsonl
 
@@ -191,11 +199,16 @@ def _check(config: Config) -> None:
             raise ValueError(f"schedule.runs: label {run.label} is used twice")
     if config.schedule.runs and config.schedule.pairs:
         raise ValueError("schedule: give either pairs or runs")
-    load = config.load
-    if load and not 0 <= load.cached_share < 1:
-        raise ValueError(f"load.cached_share is {load.cached_share}; give 0 to below 1")
-    if load and (load.isl < 2 or load.osl < 1 or load.requests < 1):
-        raise ValueError("load: isl needs 2 or more tokens, osl and requests 1 or more")
+    outputs, scores, branching = config.outputs, config.continuation, config.branching
+    if outputs and not outputs.lengths and not outputs.concurrent:
+        raise ValueError("outputs: no request; give lengths, or concurrent above 0")
+    if scores and not scores.contexts and not scores.control:
+        raise ValueError("continuation: no request; give contexts, or a control")
+    if branching and branching.span > branching.suffix:
+        raise ValueError(
+            f"branching.span is {branching.span}, but a branch has only"
+            f" {branching.suffix} tokens to score; lower span, or raise suffix"
+        )
     if config.token_range[0] >= config.token_range[1]:
         raise ValueError("token_range: the first id must be below the second")
 
