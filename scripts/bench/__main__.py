@@ -51,6 +51,14 @@ def main(argv: list[str]) -> int:
     except errors.BenchError as error:
         print(f"bench {verb}: {error}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        print(
+            f"bench {verb}: no module {error.name!r} in {sys.executable}; run with the"
+            " Python that has sglang 0.5.23 installed (docs/benchmarking.md says which),"
+            " or install it there",
+            file=sys.stderr,
+        )
+        return errors.USAGE
     except KeyboardInterrupt:
         print(
             f"bench {verb}: interrupted; finished runs are kept, the same command"

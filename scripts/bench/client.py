@@ -46,6 +46,19 @@ class Client:
             )
         return answer
 
+    def _json(self, method: str, path: str, **arguments) -> dict:
+        answer = self._call(method, path, **arguments)
+        try:
+            data = answer.json()
+        except ValueError:
+            data = None
+        if not isinstance(data, dict):
+            raise RunFailed(
+                f"{self.url}{path}: not an answer of SGLang 0.5.23, but"
+                f" {answer.text[:300]!r}; is something else at this address?"
+            )
+        return data
+
     def healthy(self) -> bool:
         """True once the server has generated a token for its own health check."""
         try:
@@ -57,13 +70,13 @@ class Client:
     def identity(self) -> dict | None:
         """The serving process's own description; None without our launcher."""
         try:
-            return self._call("GET", "/bench_identity", timeout=60).json()
-        except (RunFailed, ValueError):
+            return self._json("GET", "/bench_identity", timeout=60)
+        except RunFailed:
             return None
 
     def info(self) -> dict:
         """The server's resolved settings."""
-        return self._call("GET", "/server_info").json()
+        return self._json("GET", "/server_info")
 
     def flush(self) -> None:
         """Empties the prefix cache, waiting for running requests to end."""
@@ -77,13 +90,13 @@ class Client:
         """
         try:
             text = self._call("GET", "/metrics", timeout=60).text
-        except RunFailed:
+            samples = [
+                sample
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+            ]
+        except (RunFailed, ValueError):
             return None
-        samples = [
-            sample
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        ]
         counted = [s.value for s in samples if s.name == RETRACTED]
         if counted:
             return int(sum(counted))
@@ -106,7 +119,7 @@ class Client:
         }
         if score_from is not None:
             body |= {"return_logprob": True, "logprob_start_len": score_from}
-        data = self._call("POST", "/generate", json=body).json()
+        data = self._json("POST", "/generate", json=body)
         try:
             meta = data["meta_info"]
             # The first entry has no score; JSON has null where a later one is NaN.
@@ -121,7 +134,7 @@ class Client:
                 scored_ids=[entry[1] for entry in scored],
                 host_tokens=details.get("host") or 0,
             )
-        except (KeyError, TypeError, IndexError) as error:
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
             raise RunFailed(
                 f"{self.url}/generate: not an answer of SGLang 0.5.23"
                 f" ({type(error).__name__}: {error}): {str(data)[:300]}"

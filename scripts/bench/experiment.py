@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import datetime
 import fcntl
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -55,6 +57,9 @@ class Experiment:
                     f" {', '.join(self.config.arms)}"
                 )
             self.config.arms[arm].engine = path
+        if "/" in self.config.server.python:  # servers start in another folder
+            python = os.path.expanduser(self.config.server.python)
+            self.config.server.python = os.path.abspath(python)
         self.scratch = Path(self.config.scratch).expanduser().resolve()
         default = self.config.rows or self.scratch / f"{self.config.experiment}.jsonl"
         self.path = Path(options.rows or default).expanduser()
@@ -81,8 +86,17 @@ class Experiment:
     @contextlib.contextmanager
     def running(self, arms: list[str]) -> Iterator[None]:
         """Resolves the arms' trees and keeps a second harness off the rows file."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(f"{self.path}.lock", "w") as lock, procs.orderly_signals():
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.scratch.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.scratch).close()
+            lock = open(f"{self.path}.lock", "w")
+        except OSError as error:
+            raise BenchError(
+                f"cannot write to {error.filename or self.scratch}: {error.strerror};"
+                " choose a --rows file and a --scratch folder that can be written"
+            ) from error
+        with lock, procs.orderly_signals():
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

@@ -50,14 +50,13 @@ class LoadClient:
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         read, write = os.pipe()
         with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
+            self.process = procs.start(
                 [python or sys.executable, "-P", str(WORKER), str(write)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=None if show else log,
                 env=environment,
                 pass_fds=[write],
-                start_new_session=True,
                 text=True,
             )
         os.close(write)

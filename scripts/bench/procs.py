@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from .errors import BenchError
+
 MARK = "BENCH_RUN"  # environment variable that all descendants of a run carry
 
 
@@ -64,6 +66,17 @@ def new_mark() -> str:
     return uuid.uuid4().hex
 
 
+def start(command: list[str] | str, **options) -> subprocess.Popen:
+    """A process in a session of its own; BenchError when its program cannot run."""
+    try:
+        return subprocess.Popen(command, start_new_session=True, **options)
+    except OSError as error:
+        name = command if isinstance(command, str) else command[0]
+        raise BenchError(
+            f"cannot run {name}: {error.strerror}; correct server.python"
+        ) from error
+
+
 class Child:
     """One started process with a log file; standard input is kept open for it.
 
@@ -83,7 +96,7 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self.mark = log, mark
         with open(log, "ab") as out:
-            self.process = subprocess.Popen(
+            self.process = start(
                 command,
                 shell=isinstance(command, str),
                 stdin=subprocess.PIPE,
@@ -91,7 +104,6 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env={**environment, MARK: mark},
                 cwd=folder,
-                start_new_session=True,
             )
 
     @property

@@ -51,7 +51,12 @@ def prepare_cache(experiment: Experiment) -> None:
         return
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise BenchError(
+            f"cannot make {partial}: {error.strerror}; correct server.cache"
+        ) from error
     arm = experiment.config.baseline
     with experiment.server(arm, "prepare-cache", cache=str(partial)):
         pass

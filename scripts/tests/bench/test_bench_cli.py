@@ -40,6 +40,9 @@ def test_an_unknown_verb_lists_the_known_ones():
         (["--with", "latency"], "--with latency: use outputs, continuation, branching"),
         (["--set", "other=x"], "write ARM=PATH with one of the arms base, series"),
         (["--prepare-cache"], "--prepare-cache needs server.cache"),
+        (["--rows", "/etc/passwd/x.jsonl"], "cannot write to /etc/passwd: "),
+        (["--scratch", "/etc/passwd"], "cannot write to /etc/passwd: "),
+        (["--scratch", "/proc"], "cannot write to /proc"),
     ],
 )
 def test_wrong_options_say_what_to_write(tmp_path, standin, arguments, text):
@@ -47,6 +50,49 @@ def test_wrong_options_say_what_to_write(tmp_path, standin, arguments, text):
     done = run_bench("serve-ab", path, *arguments)
     assert done.returncode == 2 and text in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["serve-ab", "outputs"])
+def test_an_interpreter_that_is_not_there_is_named(tmp_path, standin, verb):
+    path = benchkit.write(tmp_path, standin, server__python="/nope/python")
+    done = run_bench(verb, path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "cannot run /nope/python: No such file or directory" in done.stderr
+    assert "server.python" in done.stderr
+
+
+def test_an_interpreter_is_meant_from_the_folder_of_the_command(tmp_path, standin):
+    """A link is no other name: a venv's python finds its packages by its path."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(
+        f'#!/bin/sh\necho "$0" >> {tmp_path}/used\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    (tmp_path / "link").symlink_to(python)
+    path = benchkit.write(tmp_path, standin, server__python="./link")
+    done = run_bench("serve-ab", path, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The load client and two servers.
+    assert (tmp_path / "used").read_text().split() == [f"{tmp_path}/link"] * 3
+
+
+def test_a_baseline_cache_that_cannot_be_made_is_named(tmp_path, standin):
+    path = benchkit.write(tmp_path, standin, server__cache="/etc/passwd/cache")
+    done = run_bench("serve-ab", path, "--prepare-cache")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "cannot make /etc/passwd/cache.partial" in done.stderr
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_python_without_the_engines_packages_is_named(verb):
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(SCRIPTS / "bench"), verb, "--help"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"in {sys.executable}; run with the Python that has sglang" in done.stderr
 
 
 def test_module_names_do_not_shadow_the_standard_library(tmp_path):

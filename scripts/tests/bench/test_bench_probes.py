@@ -1,12 +1,14 @@
 """outputs, continuation and branching on the stand-in engine, and with a middleman."""
 
 import copy
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import benchkit
 import pytest
 from bench import branching, cases, compare, config, continuation, outputs, rows
-from bench.client import Answer
-from bench.errors import BenchError
+from bench.client import Answer, Client
+from bench.errors import BenchError, RunFailed
 from benchkit import Middleman, run_bench, standin_server
 
 
@@ -114,6 +116,37 @@ def test_outputs_differences_name_the_first_token_and_missing_requests():
     short = row("c", ("x", "1", [1, 2]))
     assert "token 2: 3 in a, nothing in c" in compare.outputs(base, short)[0]
     assert compare.outputs(base, copy.deepcopy(base)) == []
+
+
+class _Page(BaseHTTPRequestHandler):
+    """Answers everything with a web page, as a proxy does that has lost its server."""
+
+    def do_GET(self):
+        page = b"<html>\nsorry\n</html>"
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page)
+
+    do_POST = do_GET
+
+    def log_message(self, *_arguments):
+        pass
+
+
+def test_a_web_page_in_place_of_an_answer_is_a_failed_run(tmp_path):
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Page) as pages:
+        threading.Thread(target=pages.serve_forever, daemon=True).start()
+        client = Client(f"http://127.0.0.1:{pages.server_address[1]}")
+        done = run_bench("outputs", attach(tmp_path, client.url))
+        assert client.identity() is None and client.retracted() is None
+        with pytest.raises(RunFailed, match="server_info: not an answer of SGLang"):
+            client.info()
+        pages.shutdown()
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "generate: not an answer of SGLang 0.5.23, but '<html>" in done.stdout
+    assert "not an answer" in read(tmp_path)[0].failed
 
 
 # continuation
