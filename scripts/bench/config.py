@@ -12,7 +12,6 @@ from msgspec import Meta
 
 from .errors import BenchError
 
-
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Token = Annotated[int, Meta(ge=0, lt=2**32)]

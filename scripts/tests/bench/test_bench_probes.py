@@ -1,12 +1,23 @@
 """outputs, continuation and branching on the stand-in engine, and with a middleman."""
 
+import argparse
 import copy
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import benchkit
 import pytest
-from bench import branching, cases, compare, config, continuation, outputs, rows
+from bench import (
+    branching,
+    cases,
+    compare,
+    config,
+    continuation,
+    experiment,
+    outputs,
+    procs,
+    rows,
+)
 from bench.client import Answer, Client
 from bench.errors import BenchError, RunFailed
 from benchkit import Middleman, run_bench, standin_server
@@ -116,6 +127,45 @@ def test_outputs_differences_name_the_first_token_and_missing_requests():
     short = row("c", ("x", "1", [1, 2]))
     assert "token 2: 3 in a, nothing in c" in compare.outputs(base, short)[0]
     assert compare.outputs(base, copy.deepcopy(base)) == []
+
+
+@pytest.mark.parametrize(
+    "fault, text",
+    [
+        ("no-start", "refuses to start on purpose"),
+        ("die-while:/", "generate does not answer"),
+    ],
+)
+def test_a_probe_that_lost_its_server_is_a_failed_row(tmp_path, standin, fault, text):
+    broken = ["--faults", fault]
+    path = benchkit.write(tmp_path, standin, arms__series__arguments=broken)
+    done = run_bench("outputs", path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    base, series = read(tmp_path)
+    assert base.passed and text in series.failed and series.outputs == []
+    assert "series: run failed: " in done.stdout
+
+
+def test_a_host_that_ended_during_a_probe_makes_a_failed_row(tmp_path):
+    """Also when the first host still answers."""
+    trial = experiment_of(benchkit.write(tmp_path, "unused"))
+    server = trial.server("base", "outputs-base")
+    environment = {"PATH": "/usr/bin:/bin"}
+    command = ["sh", "-c", "echo gone"]
+    child = procs.Child(
+        command, log=tmp_path / "log", environment=environment, mark=procs.new_mark()
+    )
+    child.process.wait()
+    server.children.append(child)
+
+    def probe(trial, arm, _server):
+        return trial.row("outputs", arm, label=arm)
+
+    probe.__module__ = "bench.outputs"
+    row = experiment.run_probe(trial, probe, "base", server)
+    child.end(1)
+    assert "ended with status 0; its log:\ngone" in row.failed
+    assert read(tmp_path) == [row]
 
 
 class _Page(BaseHTTPRequestHandler):
@@ -248,6 +298,7 @@ class ScriptedTransport:
     def __init__(self, device, host=True):
         self.device, self.host = device, host
         self.used, self.kept, self.sent = [], [], []
+        self.held = []  # lengths of the prompts on the device before each scoring
 
     def info(self):
         return {"enable_hierarchical_cache": True, "max_total_num_tokens": self.device}
@@ -261,6 +312,8 @@ class ScriptedTransport:
         on_device = self._found(self.used, ids, limit)
         on_host = self._found(self.kept if self.host else [], ids, limit) - on_device
         self.sent.append((len(ids), score_from, on_device, on_host))
+        if score_from is not None:
+            self.held.append([len(entry) for entry in self.used])
         self.kept.append(ids)
         self.used.append(ids)
         while sum(map(len, self.used)) > self.device:
@@ -293,20 +346,20 @@ class ScriptedServer:
         self.client, self.config = client, settings
 
 
-def _host_row(tmp_path, client):
-    import argparse
-
-    from bench.experiment import Experiment
-
-    path = benchkit.write(
-        tmp_path, "unused", continuation__host=True, continuation__control=0
-    )
+def experiment_of(path):
     options = argparse.Namespace(
         config=path, rows=None, scratch=None, again=False, set=[]
     )
-    experiment = Experiment(options)
-    server = ScriptedServer(client, experiment.config)
-    return continuation.continuation(experiment, "base", server)
+    return experiment.Experiment(options)
+
+
+def _host_row(tmp_path, client):
+    path = benchkit.write(
+        tmp_path, "unused", continuation__host=True, continuation__control=0
+    )
+    trial = experiment_of(path)
+    server = ScriptedServer(client, trial.config)
+    return continuation.continuation(trial, "base", server)
 
 
 def test_the_host_variant_fills_the_device_until_the_prefix_is_on_the_host(tmp_path):
@@ -315,6 +368,8 @@ def test_the_host_variant_fills_the_device_until_the_prefix_is_on_the_host(tmp_p
     assert not faults(row), row.problems
     assert [s.state for s in row.scored] == ["cold", "warm", "repeat", "host"]
     assert client.sent[-1][2:] == (0, 30)
+    # "warm" finds the bare context alone, not the text that "cold" has scored.
+    assert client.held[:3] == [[], [30], [30, 39]]
     entry = compare.continuation(row)[-1]
     assert entry["states"] == "cold vs host" and entry["depths"] == [0, 30]
 
