@@ -25,9 +25,9 @@ class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Arm(Section):
     """One engine tree with its own settings.
 
-    `patches`: true is the repository at its tip, false its root commit (the
-    unpatched base), left out is the folder as it lies. `revision` names a commit
-    of that repository instead.
+    `patches`: true is the folder as it lies in a repository that has commits above
+    its base, false the root commit (the unpatched base), left out the folder as it
+    lies. `revision` names a commit of that repository instead.
     """
 
     engine: str = ""

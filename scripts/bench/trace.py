@@ -34,6 +34,14 @@ the options:
   [classes]                     # tried before the built-in rules
   pack = "my_pack_kernel"
 
+Nsight Systems instead of torch.profiler, with one export a host; start_profile
+then takes "activities": ["CUDA_PROFILER"]:
+
+  nsys profile --trace=cuda --cuda-graph-trace=node --output base \\
+      --capture-range=cudaProfilerApi --capture-range-end=stop SERVER COMMAND
+  nsys export --type sqlite --output base.sqlite base.nsys-rep
+  python scripts/bench trace --arm base=base.sqlite --arm series=series.sqlite
+
 exit codes: 0 ok, 1 a count is not as stated or a trace is missing or broken, 2 usage
 """
 

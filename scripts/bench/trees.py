@@ -104,9 +104,15 @@ def resolve(name: str, arm: Arm, scratch: Path) -> Tree:
                 f"arm {name}: patches = true, but {engine} has no commit above its base;"
                 " apply the series first"
             )
+        if arm.patches and git(top, "status", "--porcelain", "--", str(package)):
+            print(
+                f"warning: arm {name}: {package} differs from its commit; it is"
+                " measured as it lies"
+            )
         if arm.revision:
             commit = git(top, "rev-parse", f"{arm.revision}^{{commit}}")
         elif not arm.patches:
+            _refuse_history(name, top, root)
             commit = root
         if commit:
             package = package_of(export(top, commit, scratch))
@@ -118,6 +124,22 @@ def resolve(name: str, arm: Arm, scratch: Path) -> Tree:
         files=files,
         commit=commit,
     )
+
+
+def _refuse_history(name: str, top: Path, root: str) -> None:
+    """Raises BenchError when what lies on the root commit is not the series.
+
+    In upstream's own repository, shallow or not, the root is some older commit.
+    """
+    above = git(top, "rev-list", "--reverse", f"{root}..HEAD").splitlines()
+    if above and "Upstream-Status:" not in git(
+        top, "log", "-1", "--format=%B", above[0]
+    ):
+        raise BenchError(
+            f"arm {name}: patches = false means the root commit {root[:12]} of {top}, but"
+            " the commit on it is not of the series (no Upstream-Status line); name the"
+            ' base with revision, as in revision = "v0.5.23"'
+        )
 
 
 def resolve_all(config: Config, names: list[str]) -> dict[str, Tree]:

@@ -23,5 +23,5 @@ def standin(tmp_path):
     git(engine, "commit", "-qm", "base")
     (engine / "python" / "sglang" / "patched.py").write_text("FASTER = True\n")
     git(engine, "add", ".")
-    git(engine, "commit", "-qm", "kda: make it faster")
+    git(engine, "commit", "-qm", "kda: make it faster\n\nUpstream-Status: Pending")
     return engine

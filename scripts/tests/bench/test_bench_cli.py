@@ -29,6 +29,12 @@ def test_every_verb_has_help_from_any_folder(verb, tmp_path):
     )
 
 
+def test_trace_help_names_the_way_with_nsight():
+    text = run_bench("trace", "--help").stdout
+    for part in ("--cuda-graph-trace=node", "nsys export --type sqlite", ".sqlite"):
+        assert part in text
+
+
 def test_an_unknown_verb_lists_the_known_ones():
     done = run_bench("serve")
     assert done.returncode == 2 and "serve-ab, outputs" in done.stderr

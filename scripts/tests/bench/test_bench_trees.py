@@ -58,6 +58,27 @@ def test_patches_true_on_an_unpatched_repository_is_refused(standin, tmp_path):
         resolve(standin, tmp_path, patches=True)
 
 
+def test_the_root_of_a_longer_history_is_no_base(standin, tmp_path):
+    """As in upstream's own repository: the series lies on some later commit."""
+    git(standin, "commit", "--amend", "-qm", "release")
+    git(standin, "commit", "--allow-empty", "-qm", "a: b\n\nUpstream-Status: Pending")
+    with pytest.raises(BenchError, match="arm x: patches = false .* with revision"):
+        resolve(standin, tmp_path / "scratch", patches=False)
+    assert resolve(standin, tmp_path / "scratch", revision="HEAD~1").commit
+    git(standin, "checkout", "-q", "HEAD~2")  # a root without anything on it
+    assert resolve(standin, tmp_path / "scratch", patches=False).commit
+
+
+def test_an_edited_tree_is_measured_as_it_lies_with_a_warning(
+    standin, tmp_path, capsys
+):
+    committed = resolve(standin, tmp_path, patches=True)
+    assert capsys.readouterr().out == ""
+    (standin / "python" / "sglang" / "edited.py").write_text("x = 1\n")
+    assert resolve(standin, tmp_path, patches=True).digest != committed.digest
+    assert "warning: arm x: " in capsys.readouterr().out
+
+
 def test_patches_need_a_repository(standin, tmp_path):
     plain = tmp_path / "plain"
     (standin / "python").rename(plain)
