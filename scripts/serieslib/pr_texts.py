@@ -334,11 +334,11 @@ def check_pr_texts(root: Path) -> list[str]:
     """Findings "file:line: rule: what to do" of all texts below ``root``.
 
     Each patch needs its text and each text its patch. A text's title must be the
-    commit's subject, its sections those of the template, every measured number one
-    that the commit message or a cited docs/ file has (a table row's in one row, in
-    order) and the other way round, the devices that it excepts those of the message,
-    and its /rerun-test line the registered tests that the patch adds. LintError when sglang's registration parser
-    is nowhere to be found.
+    commit's subject and its sections those of the template. Every measured number must
+    be one that the commit message or a cited docs/ file has (a table row's in one row,
+    in order), and the other way round. Text and message except the same devices. The
+    /rerun-test line names the registered tests that the patch adds. LintError when
+    sglang's registration parser is nowhere to be found.
     """
     root = root.resolve()
     patches = {p.name[:4]: p for p in sorted((root / "patches").glob("[0-9]*.patch"))}
