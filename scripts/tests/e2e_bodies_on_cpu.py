@@ -5,7 +5,7 @@
 The model is a two-layer GPT-2 with random weights and the hardware gates are opened,
 so this shows that the bodies run and can fail; it says nothing about Kimi-K3 or GLM.
 All arms of a class are the same server. Started by test_e2e_bodies_on_cpu.py, which
-reads SCRATCH/outcomes.json: {test: [outcome, reason or first error]}.
+reads SCRATCH/outcomes.json: {test: [outcome, reason or errors]}.
 """
 
 import argparse
@@ -45,8 +45,18 @@ CPU_ARGS = [
     *("--max-total-tokens", "65536"),
     *("--chunked-prefill-size", "1024"),
 ]
+# What the one server starts with; its log and its process show both.
+SERVED = PrefillArm(
+    name="served",
+    server_args=("--random-seed", "4711"),
+    env={"SGLANG_LOG_MS": "1"},
+)
 SAME_SERVER_ARMS = (
-    PrefillArm(name="base", log_has=(READY,), log_lacks=("no such line",)),
+    PrefillArm(
+        name="base",
+        log_has=(READY, "'random_seed': 4711,"),
+        log_lacks=("no such line",),
+    ),
     PrefillArm(name="other", log_has=(READY,)),
 )
 
@@ -126,7 +136,7 @@ class OneServer:
     @classmethod
     def start_arm(cls, arm):
         if OneServer.shared is None:
-            super().start_arm(arm)
+            super().start_arm(SERVED)
             OneServer.shared = cls.process
             (SCRATCH / "server.pid").write_text(str(cls.process.pid))
         cls.process = OneServer.shared
@@ -146,6 +156,10 @@ class KimiOnCpu(OneServer, kimi.TestKimiK3PrefillArmsB300):
     kl_div_max_samples = 2
     kl_div_prefill_max_new_tokens = 4
     kl_div_decode_max_new_tokens = 4
+
+    def test_env_of_an_arm_reaches_the_server(self):
+        environ = Path(f"/proc/{OneServer.shared.pid}/environ").read_bytes()
+        self.assertIn(b"SGLANG_LOG_MS=1", environ.split(b"\0"))
 
     @unittest.skip("an attention model's cache hits a branch at the second request")
     def test_prefix_cache_branching(self):
@@ -236,7 +250,7 @@ class WrongPrefixStateOnCpu(OneServer, PrefillArmsMixin, DefaultServerBase):
 
 
 class Outcomes(unittest.TextTestResult):
-    """Also keeps each test's outcome; an error or a failed subtest fails its test."""
+    """Also keeps each test's outcome and the texts of all its failed subtests."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -244,7 +258,10 @@ class Outcomes(unittest.TextTestResult):
 
     def note(self, test, outcome, text=""):
         name = test.id().removeprefix("__main__.")
-        if self.seen.get(name, ("ok",))[0] != "failed":
+        before, said = self.seen.get(name, ("", ""))
+        if before == outcome == "failed":
+            text = f"{said}\n{text}"
+        if before != "failed" or outcome == "failed":
             self.seen[name] = (outcome, text)
 
     def addSuccess(self, test):
