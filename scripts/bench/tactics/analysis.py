@@ -86,6 +86,12 @@ def rounds(state: State, stage: str) -> list[dict[Any, list[float]]]:
     return result
 
 
+def paired(state: State, challenger: Any, baseline: Any) -> list[dict]:
+    """The confirmation rounds that timed both."""
+    confirmed = rounds(state, "confirm")
+    return [r for r in confirmed if challenger in r and baseline in r]
+
+
 def pick_baseline(state: State) -> Any:
     """What serving would run without a record: the fastest of the default tactic
     and the listed ones, by median over the ranking rounds.
@@ -104,10 +110,15 @@ def pick_baseline(state: State) -> Any:
 
 
 def pick_challenger(state: State) -> Any:
-    """The fastest tactic that is not listed at the real token count, or None."""
+    """The fastest tactic that is not listed at the real token count, or None.
+
+    One that could not be timed later, in a confirmation round, is none.
+    """
     medians = _medians(rounds(state, "rank"))
-    rows = candidates(state)
-    hidden = [t for t in medians if t in rows and not rows[t]["listed"]]
+    rows, lost = candidates(state), untimed(state)
+    hidden = [
+        t for t in medians if t in rows and not rows[t]["listed"] and t not in lost
+    ]
     return min(hidden, key=medians.__getitem__, default=None)
 
 
@@ -129,9 +140,18 @@ def analyse(state: State) -> Report:
             "no difference shown", None, None, None, "no hidden tactic could be timed"
         )
     else:
-        outcome = compare(rounds(state, "confirm"), challenger, baseline, seed)
-    confirmed = len(rounds(state, "confirm")) >= state.header["repetitions"]
-    good = outcome.outcome == "faster" and confirmed and challenger not in dict(failed)
+        both, wanted = paired(state, challenger, baseline), state.header["repetitions"]
+        reason = f"{len(both)} of {wanted} confirmation rounds timed both"
+        if baseline in untimed(state):
+            reason = "the baseline could not be timed to the end"
+        elif len(both) >= wanted:
+            reason = ""
+        outcome = (
+            Verdict("no difference shown", None, None, None, reason)
+            if reason
+            else compare(both, challenger, baseline, seed)
+        )
+    good = outcome.outcome == "faster" and challenger not in dict(failed)
     return Report(
         baseline=baseline,
         ranked=ranked,
@@ -151,11 +171,8 @@ def compare(
     The baseline is timed twice in a round; the interval of those ratios around 1
     is the noise a difference has to exceed.
     """
-    both = [r for r in timed if tactic in r and baseline in r]
-    if not both:
-        return Verdict("no difference shown", None, None, None, "no complete round")
-    ratios = [np.median(r[tactic]) / np.median(r[baseline]) for r in both]
-    again = [r[baseline][1] / r[baseline][0] for r in both if len(r[baseline]) > 1]
+    ratios = [np.median(r[tactic]) / np.median(r[baseline]) for r in timed]
+    again = [r[baseline][1] / r[baseline][0] for r in timed if len(r[baseline]) > 1]
     noise = None
     if again:
         spread = bootstrap(again, seed=seed)

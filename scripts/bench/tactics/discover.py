@@ -18,6 +18,7 @@ from .analysis import (
     analyse,
     candidates,
     numerics,
+    paired,
     pick_baseline,
     pick_challenger,
     rounds,
@@ -166,29 +167,43 @@ def _rank(state: State, clock: Clock, plan: Plan) -> None:
 
 
 def _confirm(state: State, clock: Clock, plan: Plan) -> None:
-    """Times the best hidden tactic against the baseline on fresh rounds."""
-    challenger = pick_challenger(state)
-    if challenger is None:
-        return
+    """Times the best hidden tactic against the baseline on fresh rounds.
+
+    One that cannot be timed any more gives way to the next best; a baseline that
+    cannot ends the confirmation, for nothing was shown to be faster than it.
+    """
     baseline = pick_baseline(state)
-    first = len(rounds(state, "confirm"))
-    for number in tqdm(
-        range(first, plan.repetitions), desc="confirming", unit="round", disable=None
-    ):
-        order = [baseline, challenger, challenger, baseline]
-        if number % 2:
-            order = [challenger, baseline, baseline, challenger]
-        _round(state, clock, "confirm", number, order)
+    while baseline not in untimed(state):
+        challenger = pick_challenger(state)
+        if challenger is None:
+            return
+        first = len(paired(state, challenger, baseline))
+        for number in tqdm(
+            range(first, plan.repetitions),
+            desc=f"confirming {text(challenger)}",
+            unit="round",
+            disable=None,
+        ):
+            order = [baseline, challenger, challenger, baseline]
+            if number % 2:
+                order = [challenger, baseline, baseline, challenger]
+            _round(state, clock, "confirm", len(rounds(state, "confirm")), order)
+            if not untimed(state).keys().isdisjoint(order):
+                break
+        else:
+            return
 
 
 def _round(
     state: State, clock: Clock, stage: str, number: int, order: list[Any]
 ) -> None:
     times: list[list[Any]] = []
+    known = {tactic for done in rounds(state, stage) for tactic in done}
     for tactic in order:
         if tactic in untimed(state):
             continue
-        new = number == 0 and all(entry[0] != to_json(tactic) for entry in times)
+        new = tactic not in known
+        known.add(tactic)
         if new and _crashed(state, tactic, stage):
             _untimed(state, tactic, f"ended the process {ATTEMPTS} times while timed")
             continue
@@ -212,12 +227,13 @@ def _round(
 
 
 def _untimed(state: State, tactic: Any, reason: str) -> None:
-    state.add("untimed", tactic=to_json(tactic), reason=reason)
     if tactic == DEFAULT:
+        # No row: the same command must not go on without it.
         raise BenchError(
             f"the default tactic cannot be timed ({reason}), so nothing can be "
-            "compared with it"
+            "compared with it; mend that and start again with another --state"
         )
+    state.add("untimed", tactic=to_json(tactic), reason=reason)
 
 
 def _crashed(state: State, tactic: Any, step: str) -> bool:

@@ -100,7 +100,7 @@ def compare(
         if not all(map(math.isfinite, errors)):
             return Numerics(FAILED, f"output {index} is not finite where it should be")
         max_abs, nrms = max(max_abs, errors[0]), max(nrms, errors[1])
-    if nrms > tolerance:
+    if not nrms <= tolerance:
         reason = f"normalised RMS error {nrms:.3g} exceeds {tolerance:.3g}"
         return Numerics(FAILED, reason, max_abs, nrms)
     return Numerics(WITHIN, "", max_abs, nrms)

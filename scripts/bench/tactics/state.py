@@ -77,8 +77,9 @@ def read(folder: Path) -> State:
 def opened(folder: Path, header: dict[str, Any]) -> Iterator[State]:
     """Opens a discovery's state for writing, new or to go on with.
 
-    Raises BenchError when another process holds it, or when the rows there
-    answer another question (the fields that differ are named).
+    A header without any row after it gives way to another one. Raises BenchError
+    when another process holds it, or when the rows there answer another question
+    (the fields that differ are named).
     """
     header = {"kind": "header", "schema": SCHEMA, **json.loads(json.dumps(header))}
     path = folder / FILE
@@ -100,6 +101,10 @@ def opened(folder: Path, header: dict[str, Any]) -> Iterator[State]:
         whole = data[: data.rfind(b"\n") + 1]
         if whole != data:
             _replace(path, whole)
+        if len(rows) == 1 and rows[0] != header:
+            # A refused command got no further: nothing is lost.
+            _replace(path, b"")
+            rows = []
         state = State(folder, rows)
         if not rows:
             state.add(**header)

@@ -160,12 +160,16 @@ def header(repetitions: int = 9) -> dict[str, Any]:
 
 
 def run(
-    folder: Path, op: TinyOp, clock: ScriptedClock, repetitions: int = 9
+    folder: Path,
+    op: TinyOp,
+    clock: ScriptedClock,
+    repetitions: int = 9,
+    tolerance: float = 1e-2,
 ) -> tuple[Any, list[str]]:
     """A whole discovery on the kit's op: its report and what it said."""
     said: list[str] = []
     with state.opened(folder, header(repetitions)) as held:
         found = discover.run(
-            held, op, plan(repetitions), lambda case: clock, said.append
+            held, op, plan(repetitions, tolerance), lambda case: clock, said.append
         )
     return found, said

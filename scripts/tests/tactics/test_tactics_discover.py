@@ -49,12 +49,23 @@ def test_every_round_times_everything_once_and_the_default_twice(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fault", ["one row", "writes nothing", "raises", "nan", "flaky"]
+    ("fault", "tolerance"),
+    [
+        ("one row", 1e-2),
+        ("writes nothing", 1e-2),
+        ("raises", 1e-2),
+        ("nan", 1e-2),
+        ("flaky", 1e-2),
+        ("one row", float("nan")),
+        ("one row", -1.0),
+    ],
 )
-def test_a_fast_wrong_tactic_is_listed_never_timed_never_recommended(tmp_path, fault):
+def test_a_fast_wrong_tactic_is_listed_never_timed_never_recommended(
+    tmp_path, fault, tolerance
+):
     clock = ScriptedClock(times(t8=0.5))
     op = TinyOp({(8, 0): fault, (8, 1): fault})
-    found, _ = run(tmp_path, op, clock)
+    found, _ = run(tmp_path, op, clock, tolerance=tolerance)
     assert (8, 0) not in clock.asked and (8, 1) not in clock.asked
     assert found.winner is None
     assert {tactic for tactic, _ in found.failed} == {(8, 0), (8, 1)}
@@ -130,8 +141,9 @@ def test_a_tactic_that_cannot_be_timed_is_listed_and_left_out(tmp_path):
 
 def test_a_default_that_cannot_be_timed_or_is_not_finite_ends_it(tmp_path):
     table = {**times(), -1: RuntimeError("lost")}
-    with pytest.raises(BenchError, match="default tactic cannot be timed.*lost"):
-        run(tmp_path / "a", TinyOp(), ScriptedClock(table))
+    for _ in range(2):  # the same command again must not go on without it
+        with pytest.raises(BenchError, match="default tactic cannot be timed.*lost"):
+            run(tmp_path / "a", TinyOp(), ScriptedClock(table))
     with pytest.raises(BenchError, match="not finite"):
         run(tmp_path / "b", TinyOp({-1: "nan"}), ScriptedClock(times()))
     with pytest.raises(BenchError, match="default tactic does not run here.*no kernel"):
@@ -218,6 +230,60 @@ def test_a_tactic_that_ends_the_process_twice_is_left_out(tmp_path, step):
     assert found.winner == (8, 1)
 
 
+def test_a_default_that_ends_the_process_twice_ends_every_run(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, TinyOp(), Interrupted(times(), 0))
+    path = tmp_path / state.FILE
+    kept = [line for line in path.read_text().splitlines() if '"begun"' not in line]
+    kept = [line for line in kept if '"ended"' not in line]
+    crash = json.dumps({"kind": "begun", "tactic": -1, "step": "rank"})
+    path.write_text("\n".join([*kept, crash, crash]) + "\n")
+    for _ in range(2):
+        with pytest.raises(BenchError, match="default tactic cannot.*ended the proc"):
+            run(tmp_path, TinyOp(), ScriptedClock(times(t8=0.9)))
+
+
+class LostLater(ScriptedClock):
+    """Some tactics work while ranked and for `left` more calls each."""
+
+    def __init__(self, ms, lost, left):
+        super().__init__(ms)
+        self.left = dict.fromkeys(lost, left)
+
+    def time_ms(self, tactic):
+        if tactic in self.left and len(self.asked) >= 9 * 11:
+            self.left[tactic] -= 1
+            if self.left[tactic] < 0:
+                raise RuntimeError("lost later")
+        return super().time_ms(tactic)
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_the_next_best_is_confirmed_when_the_best_hidden_one_is_lost(tmp_path, left):
+    table = times(t4=0.9, t8=0.8)
+    found, _ = run(tmp_path, TinyOp(), LostLater(table, [(8, 0), (8, 1)], left))
+    assert found.challenger == found.winner == (4, 0)
+    assert found.verdict.change == pytest.approx(-0.1, abs=0.005)
+    assert {"lost later" in why for _, why in found.failed} == {True}
+    # Nothing is left to do: the same command only reads.
+    again, _ = run(tmp_path, TinyOp(), ScriptedClock({}))
+    assert again.winner == (4, 0)
+
+
+def test_nothing_is_recommended_when_every_hidden_one_is_lost(tmp_path):
+    hidden = [(tile, config) for tile in (4, 8) for config in (0, 1)]
+    found, _ = run(tmp_path, TinyOp(), LostLater(times(t8=0.8), hidden, 1))
+    assert found.challenger is None and found.winner is None
+
+
+@pytest.mark.parametrize("left", [0, 3, 22])
+def test_a_baseline_that_is_lost_in_confirmation_is_not_beaten(tmp_path, left):
+    table = {**times(t8=0.8), (16, 0): 0.95}
+    found, _ = run(tmp_path, TinyOp(), LostLater(table, [(16, 0)], left))
+    assert found.baseline == (16, 0) and found.winner is None
+    assert "baseline could not be timed" in report.render(found)
+
+
 def test_a_cut_last_line_is_dropped_and_a_damaged_one_refused(tmp_path):
     run(tmp_path, TinyOp(), ScriptedClock(times(t8=0.9)))
     path = tmp_path / state.FILE
@@ -261,8 +327,11 @@ def test_an_unfinished_discovery_recommends_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, TinyOp(), Interrupted(times(t8=0.5), 9 * 11 + 5 * 7))
     assert analyse(state.read(tmp_path)).winner is None
-    with state.opened(tmp_path / "empty", header()):
+    with state.opened(tmp_path / "empty", header(10)):
         pass
+    with state.opened(tmp_path / "empty", header()) as held:
+        assert held.rows == state.read(held.folder).rows  # nothing was lost
+        assert held.header["repetitions"] == 9
     with pytest.raises(BenchError, match="no timed round"):
         analyse(state.read(tmp_path / "empty"))
 
