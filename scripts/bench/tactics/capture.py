@@ -1,11 +1,13 @@
 """Opt-in capture of MoE layer inputs from a running engine, and reading it back."""
 
+import http.client
 import json
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from ..errors import BenchError, CheckFailed
 from .capture_hook import ARMED, SCHEMA, digest, stem
@@ -15,6 +17,28 @@ from .routing import Routing
 
 FACTORY = "bench.tactics.capture_hook:make_hook"
 MOST_LAYERS = 8
+
+
+class _Tensor(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    sha256: str
+
+
+class _Manifest(msgspec.Struct):
+    """What is read of a manifest; see capture_hook for what it holds."""
+
+    layer: str
+    rank: int
+    file: str
+    tensors: dict[str, _Tensor]
+    weights: dict[str, _Tensor]
+
+
+class _Refusal(msgspec.Struct):
+    layer: str
+    rank: int
+    refused: str
 
 
 def hook_specs(
@@ -60,18 +84,23 @@ def take(
     """Arms the hooks, sends one request if `url` is given, waits for the files.
 
     Returns the manifests of all layers. Raises BenchError when files of an
-    earlier capture are there, CheckFailed when a layer was refused or never came.
+    earlier capture are there, CheckFailed when a layer was refused (the engine's
+    warm-up can do that before this runs) or never came.
     """
     if not folder.is_dir():
         raise BenchError(f"no folder {folder}; `capture args` makes it")
     old = sorted(path.name for path in folder.glob("layer-*"))
     if old:
+        _manifests(folder)
         raise BenchError(
             f"{folder} already holds {old[0]}; a running engine captures each layer "
             "once, so restart it with a new folder"
         )
     armed = folder / ARMED
-    armed.touch()
+    try:
+        armed.touch()
+    except OSError as error:
+        raise BenchError(f"cannot write in {folder}: {error}") from error
     try:
         if url is not None:
             _generate(url, ids, timeout)
@@ -88,11 +117,37 @@ def take(
             time.sleep(0.1)
     finally:
         armed.unlink(missing_ok=True)
-    manifests = [json.loads(p.read_text()) for p in sorted(folder.glob("layer-*.json"))]
+    return _manifests(folder)
+
+
+def _manifests(folder: Path) -> list[dict[str, Any]]:
+    """All manifests in `folder`. Raises CheckFailed for the first refusal."""
+    manifests = [_manifest(path) for path in sorted(folder.glob("layer-*.json"))]
     for manifest in manifests:
         if "refused" in manifest:
-            raise CheckFailed(f"layer {manifest['layer']}: {manifest['refused']}")
+            raise CheckFailed(
+                f"layer {manifest['layer']}: {manifest['refused']}; then restart the "
+                "server with a new folder"
+            )
     return manifests
+
+
+def show(folder: Path, layers: list[str]) -> list[dict[str, Any]]:
+    """Manifests of all ranks of `layers`, of every layer there when it is empty.
+
+    The tensors are compared with them. Raises BenchError when a layer has none.
+    """
+    found = []
+    for pattern in [f"layer-{x}.*.json" for x in layers] or ["layer-*.json"]:
+        paths = sorted(folder.glob(pattern))
+        if not paths:
+            raise BenchError(
+                f"no {pattern} in {folder}; name a folder of `capture take`"
+            )
+        for path in paths:
+            manifest = _manifest(path)
+            found.append(manifest if "refused" in manifest else _load(path)[0])
+    return found
 
 
 def read(folder: Path, layer: str | None = None, rank: int = 0) -> tuple[dict, dict]:
@@ -108,18 +163,31 @@ def read(folder: Path, layer: str | None = None, rank: int = 0) -> tuple[dict, d
         path = found[0]
     else:
         path = folder / f"{stem(layer, rank)}.json"
+    return _load(path)
+
+
+def _manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise BenchError(f"cannot read the manifest {path}: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
-        raise BenchError(f"{path} is no manifest of schema {SCHEMA}")
+        raise BenchError(f"{path} is no manifest of schema {SCHEMA}; capture again")
+    try:
+        msgspec.convert(manifest, _Refusal if "refused" in manifest else _Manifest)
+    except msgspec.ValidationError as error:
+        raise BenchError(f"{path} is damaged ({error}); capture again") from error
+    return manifest
+
+
+def _load(path: Path) -> tuple[dict, dict]:
+    manifest = _manifest(path)
     if "refused" in manifest:
         raise BenchError(f"{path}: nothing was captured: {manifest['refused']}")
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    file = folder / manifest["file"]
+    file = path.parent / manifest["file"]
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -179,13 +247,16 @@ def _generate(url: str, ids: list[int], timeout: float) -> None:
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
     }
-    request = urllib.request.Request(
-        url.rstrip("/") + "/generate",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
     try:
+        request = urllib.request.Request(
+            url.rstrip("/") + "/generate",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             answer.read()
-    except (OSError, ValueError, urllib.error.URLError) as error:
-        raise BenchError(f"the request to {url} failed: {error}") from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise BenchError(
+            f"the request to {url} failed: {error}; --url is http://HOST:PORT of the "
+            "running server"
+        ) from error

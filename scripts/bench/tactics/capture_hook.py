@@ -58,9 +58,7 @@ class _Layer:
             module.register_forward_pre_hook(self._before, with_kwargs=True)
         elif module is not self._module and not self._done:
             self._done = True
-            self._write_manifest(
-                {"refused": "the pattern matches several modules; make it exact"}
-            )
+            self._refuse("the pattern matches several modules; make it exact")
 
     def _before(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         if self._done or not (self._folder / ARMED).exists():
@@ -75,11 +73,7 @@ class _Layer:
             self._save(module, tensors, values)
         except Exception as error:  # noqa: BLE001 - serving must go on
             self._done = True
-            logger.warning("capture of layer %s failed: %s", self._layer, error)
-            try:
-                self._write_manifest({"refused": f"{type(error).__name__}: {error}"})
-            except OSError:
-                logger.warning("and its manifest cannot be written either")
+            self._refuse(f"{type(error).__name__}: {error}")
 
     def _save(
         self, module: torch.nn.Module, tensors: dict[str, torch.Tensor], values: dict
@@ -89,8 +83,9 @@ class _Layer:
             tensors = {**tensors, **state}
         size = sum(t.numel() * t.element_size() for t in tensors.values())
         if size > self._max_bytes:
-            reason = f"{size} bytes exceed the bound of {self._max_bytes}"
-            self._write_manifest({"refused": f"{reason}; raise --max-bytes"})
+            self._refuse(
+                f"{size} bytes exceed the bound of {self._max_bytes}; raise --max-bytes"
+            )
             return
         from safetensors.torch import save
 
@@ -108,6 +103,13 @@ class _Layer:
                 "weights": {name: _describe(t) for name, t in state.items()},
             }
         )
+
+    def _refuse(self, reason: str) -> None:
+        logger.warning("capture of layer %s refused: %s", self._layer, reason)
+        try:
+            self._write_manifest({"refused": reason})
+        except OSError as error:
+            logger.warning("and its manifest cannot be written: %s", error)
 
     def _write_manifest(self, content: dict[str, Any]) -> None:
         document = {

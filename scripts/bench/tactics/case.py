@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import traceback
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -141,23 +142,49 @@ class Op(Protocol):
 def open_op(spec: str, problem: Problem, *, device: str, seed: int) -> Op:
     """Opens the op `spec` names: a built-in one, MODULE or FILE.py.
 
-    Raises BenchError when there is no such module or it has no `open_op`.
+    Raises BenchError when there is no such module, it fails, or its `open_op` is
+    not as docs/tactics.md has it.
     """
     target = BUILT_IN.get(spec, spec)
     try:
         module = _from_file(target) if target.endswith(".py") else None
         module = module or importlib.import_module(target)
-    except ImportError as error:
+    except BenchError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a user's file raises
         raise BenchError(
-            f"--op {spec}: cannot import it ({error}); use one of "
+            f"--op {spec}: cannot import it ({_where(error)}); use one of "
             f"{', '.join(BUILT_IN)}, a module on PYTHONPATH, or a .py file"
         ) from error
-    if "open_op" not in vars(module):
+    make = vars(module).get("open_op")
+    try:
+        inspect.signature(make).bind(problem, device=device, seed=seed)
+    except TypeError as error:
         raise BenchError(
-            f"--op {spec}: {module.__name__} has no open_op(problem, device=, seed=); "
-            "scripts/bench/tactics/examples/triton_grouped_gemm.py shows one"
+            f"--op {spec}: {module.__name__} has no open_op(problem, *, device, seed) "
+            f"({error}); scripts/bench/tactics/examples/triton_grouped_gemm.py shows one"
+        ) from error
+    try:
+        op = make(problem, device=device, seed=seed)
+    except BenchError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a user's file raises
+        raise BenchError(f"--op {spec}: open_op failed ({_where(error)})") from error
+    lacks = [name for name in ("custom_op", "case", "tile") if not hasattr(op, name)]
+    if lacks:
+        raise BenchError(
+            f"--op {spec}: what open_op returned has no {', '.join(lacks)}; see "
+            "docs/tactics.md"
         )
-    return module.open_op(problem, device=device, seed=seed)
+    return op
+
+
+def _where(error: Exception) -> str:
+    """An error that a user's file raised, with the line it comes from."""
+    if isinstance(error, (ImportError, SyntaxError)):
+        return str(error)  # names the module, or the line
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error}, at {last.filename}:{last.lineno}"
 
 
 def _from_file(path: str):

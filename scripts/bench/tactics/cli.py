@@ -7,10 +7,13 @@ import sys
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from ..errors import CHECK_FAILED, OK, BenchError
 from . import capture, discover, problems, record, report, state, verify
+from .arguments import default_device, device, number
 from .candidates import default_token_counts, to_json
 from .case import BUILT_IN, OpCase, open_op
 from .flashinfer_api import torch
@@ -19,6 +22,16 @@ from .routing import Routing, generate
 from .timing import Clock, FlashInferClock
 
 PROVENANCE = ".provenance.json"
+
+
+class Call(msgspec.Struct):
+    """What a discovery or a provenance file says about the call it is for."""
+
+    op: str
+    problem: dict[str, Any]
+    tokens: Annotated[int, msgspec.Meta(ge=1)]
+    routing: str
+    seed: Annotated[int, msgspec.Meta(ge=0)]
 
 
 def main(argv: list[str]) -> int:
@@ -49,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument(
         "--allow-unknown", action="store_true", help="see docs/tactics.md"
     )
-    verb.add_argument("--device", default=_device())
+    verb.add_argument("--device", type=device, default=default_device())
     verb.set_defaults(run=_record)
 
     verb = verbs.add_parser("verify", help="does a record help on this machine")
@@ -64,12 +77,18 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("folder", type=Path)
     verb.add_argument("--layers", default="", help="layer numbers, by commas")
     verb.add_argument("--module", default="*layers.{}.*.experts", help="name pattern")
-    verb.add_argument("--tokens", type=int, default=16384, help="smallest chunk")
-    verb.add_argument("--max-bytes", type=int, default=2 << 30, help="of all layers")
+    verb.add_argument(
+        "--tokens", type=number(int, 1), default=16384, help="smallest chunk"
+    )
+    verb.add_argument(
+        "--max-bytes", type=number(int, 1), default=2 << 30, help="of all layers"
+    )
     verb.add_argument("--with-weights", action="store_true", help="save them too")
     verb.add_argument("--url", help="take: send one request there")
     verb.add_argument("--ids", type=Path, help="take: JSON list of its token ids")
-    verb.add_argument("--timeout", type=float, default=300.0, help="take: seconds")
+    verb.add_argument(
+        "--timeout", type=number(float, 0), default=300.0, help="take: seconds"
+    )
     verb.set_defaults(run=_capture)
     return parser
 
@@ -81,17 +100,18 @@ def _op_options(verb: argparse.ArgumentParser, *, defaults: bool = True) -> None
     add("--op", "kimi-k3", help=f"{', '.join(BUILT_IN)}, a module or a .py file")
     add("--problem", "kimi-k3", help="name, .toml or .json file")
     verb.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
-    add("--tokens", 16384, type=int)
+    add("--tokens", 16384, type=number(int, 1))
     add("--routing", "uniform", help="uniform, dirichlet:ALPHA, capture:FOLDER[:LAYER]")
-    add("--seed", 0, type=int)
-    verb.add_argument("--repetitions", type=int, default=discover.LEAST_REPETITIONS)
-    verb.add_argument("--tolerance", type=float, default=DEFAULT_TOLERANCE)
-    verb.add_argument("--samples", type=int, default=10, help="replays of one timing")
-    verb.add_argument("--device", default=_device())
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    add("--seed", 0, type=number(int, 0, 1 << 63))
+    least = discover.LEAST_REPETITIONS
+    verb.add_argument("--repetitions", type=number(int, least), default=least)
+    verb.add_argument(
+        "--tolerance", type=number(float, 0, 1), default=DEFAULT_TOLERANCE
+    )
+    verb.add_argument(
+        "--samples", type=number(int, 1), default=10, help="replays of one timing"
+    )
+    verb.add_argument("--device", type=device, default=default_device())
 
 
 def clock_for(case: OpCase, samples: int) -> Clock:
@@ -167,7 +187,7 @@ def _record(options: argparse.Namespace) -> int:
             f"{options.state} was discovered in another environment "
             f"({', '.join(changed)} differ); discover again here"
         )
-    case = _case(header, options.device)
+    case = _case(*_call(options.state, header, []), options.device)
     document = record.bundle(case, found.winner, allow_unknown=options.allow_unknown)
     provenance = _provenance(header, found, case)
     if options.merge is not None:
@@ -177,8 +197,7 @@ def _record(options: argparse.Namespace) -> int:
     else:
         target = options.out
         side = target.with_name(target.name + PROVENANCE)
-        record.write(target, document)
-        record.write(side, provenance)
+        record.write_all({side: provenance, target: document})
         print(f"wrote {target} and {side}")
     print(f"next, in a new process: verify {target} --state {options.state}")
     return OK
@@ -201,33 +220,41 @@ def _provenance(header: dict, found: Any, case: OpCase) -> dict[str, Any]:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    values = _verified_call(options)
-    case = _case(values, options.device)
+    call, problem = _verified_call(options)
+    case = _case(call, problem, options.device)
     clock_of = None if options.no_speed else lambda c: clock_for(c, options.samples)
     checks = verify.run(
         options.record,
         case,
         tolerance=options.tolerance,
         repetitions=options.repetitions,
-        seed=values["seed"],
+        seed=call.seed,
         clock_of=clock_of,
     )
     for check in checks:
         print(check)
     bad = any(check.ok is False for check in checks)
-    print("this record does NOT help here" if bad else "this record is good here")
+    if bad:
+        print("this record does NOT help here")
+    elif options.no_speed:
+        print("nothing is wrong with this record; speed was not looked at")
+    else:
+        print("this record is good here")
     return CHECK_FAILED if bad else OK
 
 
-def _verified_call(options: argparse.Namespace) -> dict[str, Any]:
+def _verified_call(options: argparse.Namespace) -> tuple[Call, problems.Problem]:
     """The call a record is for: from --state or the provenance file beside it, with
     what the options say on top."""
     side = options.record.with_name(options.record.name + PROVENANCE)
     values: dict[str, Any] = {}
+    source = "the options"
     if options.state is not None:
         values = dict(state.read(options.state).header)
+        source = str(options.state)
     elif side.is_file():
         values = record.parse_plain(side)
+        source = str(side)
     values.setdefault("op", "kimi-k3")
     values.setdefault("tokens", 16384)
     values.setdefault("routing", "uniform")
@@ -235,22 +262,35 @@ def _verified_call(options: argparse.Namespace) -> dict[str, Any]:
     for name in ("op", "tokens", "routing", "seed"):
         if vars(options)[name] is not None:
             values[name] = vars(options)[name]
-    if options.problem is not None or options.set or "problem" not in values:
-        problem = problems.load(options.problem or "kimi-k3", options.set)
+    overrides = options.set
+    if options.problem is not None or "problem" not in values:
+        problem = problems.load(options.problem or "kimi-k3", overrides)
         values["problem"] = dataclasses.asdict(problem)
-    return values
+        overrides = []
+    return _call(source, values, overrides)
 
 
-def _case(values: dict[str, Any], device: str) -> OpCase:
-    problem = problems.Problem(**values["problem"])
-    op = open_op(values["op"], problem, device=device, seed=values["seed"])
-    routing = _routing(values["routing"], problem, values["tokens"], values["seed"])
-    return op.case(values["tokens"], routing)
+def _call(
+    source: Path | str, values: dict[str, Any], overrides: list[str]
+) -> tuple[Call, problems.Problem]:
+    """The call that `source` describes. Raises BenchError when it is damaged."""
+    try:
+        call = msgspec.convert(values, Call)
+    except msgspec.ValidationError as error:
+        raise BenchError(
+            f"{source} is damaged: {error}; repair it, or move it away and give the "
+            "call as options"
+        ) from error
+    return call, problems.build(call.problem, f"the problem in {source}", overrides)
+
+
+def _case(call: Call, problem: problems.Problem, device: str) -> OpCase:
+    op = open_op(call.op, problem, device=device, seed=call.seed)
+    routing = _routing(call.routing, problem, call.tokens, call.seed)
+    return op.case(call.tokens, routing)
 
 
 def _routing(spec: str, problem: problems.Problem, tokens: int, seed: int) -> Routing:
-    if tokens < 1:
-        raise BenchError(f"--tokens {tokens}: at least 1")
     kind, _, rest = spec.partition(":")
     if kind != "capture":
         return generate(
@@ -294,7 +334,12 @@ def _capture(options: argparse.Namespace) -> int:
             max_bytes=options.max_bytes,
             with_weights=options.with_weights,
         )
-        options.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            options.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BenchError(
+                f"cannot make the folder {options.folder}: {error}"
+            ) from error
         scripts = Path(__file__).resolve().parents[2]
         print(
             f"start the server with PYTHONPATH={scripts} in its environment and",
@@ -310,22 +355,36 @@ def _capture(options: argparse.Namespace) -> int:
             options.folder, layers, url=options.url, ids=ids, timeout=options.timeout
         )
     else:
-        found = [capture.read(options.folder, layer)[0] for layer in layers or [None]]
+        found = capture.show(options.folder, layers)
     for manifest in found:
-        print(f"layer {manifest['layer']} rank {manifest['rank']}: {manifest['file']}")
+        which = f"layer {manifest['layer']} rank {manifest['rank']}"
+        if "refused" in manifest:
+            print(f"{which}: nothing was captured: {manifest['refused']}")
+            continue
+        print(f"{which}: {manifest['file']}")
         for name, entry in manifest["tensors"].items():
             print(f"  {name}: {entry['dtype']} {entry['shape']}")
         print(f"  weights known by digest: {len(manifest['weights'])}")
-    return OK
+    return CHECK_FAILED if any("refused" in manifest for manifest in found) else OK
 
 
 def _ids(options: argparse.Namespace) -> list[int]:
-    if options.ids is None:
-        return [1 + index % 97 for index in range(options.tokens)]
+    if (options.url is None) != (options.ids is None):
+        raise BenchError(
+            "capture take: --url and --ids go together (the ids of real text: routing "
+            "of made-up ones is no guide); give both, or neither and send the request"
+        )
+    if options.url is None:
+        return []
     try:
         ids = json.loads(options.ids.read_text())
     except (OSError, ValueError) as error:
         raise BenchError(f"cannot read --ids {options.ids}: {error}") from error
     if not isinstance(ids, list) or not all(isinstance(item, int) for item in ids):
         raise BenchError(f"--ids {options.ids}: a JSON list of token ids is needed")
+    if len(ids) < options.tokens:
+        raise BenchError(
+            f"--ids {options.ids}: {len(ids)} tokens never make a chunk of --tokens "
+            f"{options.tokens}; give more, or the --tokens given to `capture args`"
+        )
     return ids

@@ -5,6 +5,7 @@ import hashlib
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from ..errors import BenchError
 
@@ -53,7 +54,13 @@ def load(name: str, overrides: list[str]) -> Problem:
     `overrides` are FIELD=VALUE texts. Raises BenchError naming the file and the
     field when a field is unknown, missing, of the wrong type or makes no sense.
     """
-    values, where = _read(name)
+    return build(*_read(name), overrides)
+
+
+def build(values: dict[str, Any], where: str, overrides: list[str]) -> Problem:
+    """The problem of `values` with `overrides` on top. Raises BenchError as `load`,
+    naming `where` the values are from."""
+    values = dict(values)
     fields = {f.name: f.type for f in dataclasses.fields(Problem)}
     for text in overrides:
         key, sep, value = text.partition("=")
@@ -67,12 +74,8 @@ def load(name: str, overrides: list[str]) -> Problem:
                 + ", ".join(fields)
             )
         values[key] = _typed(where, key, value, fields[key])
-    if (
-        overrides
-        and name in BUILT_IN
-        and "name" not in dict(text.partition("=")[::2] for text in overrides)
-    ):
-        values["name"] = f"{name} with {' '.join(overrides)}"
+    if overrides and values.get("name") in BUILT_IN:
+        values["name"] += f" with {' '.join(overrides)}"
     try:
         problem = Problem(**values)
     except TypeError as error:

@@ -82,6 +82,19 @@ def write(path: Path, document: dict[str, Any]) -> None:
         _replace(path, document)
 
 
+def write_all(documents: dict[Path, dict[str, Any]]) -> None:
+    """Writes new files in this order, all of them or none. Raises BenchError."""
+    done: list[Path] = []
+    try:
+        for path, document in documents.items():
+            write(path, document)
+            done.append(path)
+    except BaseException:
+        for path in done:
+            path.unlink(missing_ok=True)
+        raise
+
+
 def merge(path: Path, document: dict[str, Any], *, replace: bool = False) -> list[str]:
     """Adds the tactics of `document` to the cache file `path`; returns what it did.
 

@@ -1,13 +1,14 @@
 """Does an existing record load, hit, compute the same and help on this machine?"""
 
 import dataclasses
+import math
 import random
 from pathlib import Path
 from typing import Any, Callable
 
 from tqdm import tqdm
 
-from ..errors import BenchError
+from ..errors import BenchError, CheckFailed
 from ..stats import Verdict
 from . import record
 from .analysis import compare
@@ -57,8 +58,11 @@ def run(
     if clock_of is None:
         checks.append(Check("speed", None, "left out on request"))
     else:
-        result = speed(case, tactic, clock_of(case), repetitions, seed)
-        checks.append(Check("speed", result.outcome == "faster", str(result)))
+        try:
+            result = speed(case, tactic, clock_of(case), repetitions, seed)
+            checks.append(Check("speed", result.outcome == "faster", str(result)))
+        except BenchError as error:
+            checks.append(Check("speed", False, str(error)))
     return checks
 
 
@@ -146,8 +150,8 @@ def _hit(path: Path, case: OpCase, tactic: Any, *, tuning: bool) -> Check:
 def _numerics(case: OpCase, tactic: Any, tolerance: float) -> Check:
     if not case.can_run:
         return Check("numerics", False, "the op cannot run on this machine")
-    case.prepare([DEFAULT, tactic])
     try:
+        case.prepare([DEFAULT, tactic])
         checker = Checker(case, tolerance)
     except Exception as error:  # noqa: BLE001 - whatever a kernel raises
         reason = f"the default tactic does not run: {type(error).__name__}: {error}"
@@ -165,7 +169,7 @@ def speed(
     """Times `tactic` against the default and every listed tactic, interleaved.
 
     The baseline is the fastest of those by its median, as a tuning pass would
-    have it. Raises BenchError when the default or the tactic cannot be timed.
+    have it. Raises CheckFailed when the default or the tactic cannot be timed.
     """
     listed = case.runner.get_valid_tactics(case.inputs, profile_of(case.inputs))
     others = [from_json(to_json(item)) for item in listed]
@@ -181,10 +185,13 @@ def speed(
             if item in dead:
                 continue
             try:
-                times.setdefault(item, []).append(float(clock.time_ms(item)))
+                ms = float(clock.time_ms(item))
+                if not (math.isfinite(ms) and ms > 0):
+                    raise ValueError(f"the clock gave {ms} ms")
+                times.setdefault(item, []).append(ms)
             except Exception as error:  # noqa: BLE001 - whatever a kernel raises
                 if item in (tactic, DEFAULT):
-                    raise BenchError(
+                    raise CheckFailed(
                         f"{text(item)} cannot be timed: {error}"
                     ) from error
                 dead.add(item)

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import typing
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,6 +161,45 @@ def test_a_pattern_that_matches_two_modules_is_refused(tmp_path):
         module(*call_inputs())
     with pytest.raises(BenchError, match="matches several modules"):
         capture.read(tmp_path)
+    # The engine's warm-up did this, before anyone takes.
+    with pytest.raises(CheckFailed, match="layer 3: .*several modules.*new folder"):
+        capture.take(tmp_path, ["3"], url=None, ids=[], timeout=0.2)
+
+
+def test_serving_goes_on_when_a_refusal_cannot_be_written(tmp_path):
+    folder = tmp_path / "gone"
+    specs = capture.hook_specs(
+        folder, ["3"], module="{}", tokens=1, max_bytes=99, with_weights=False
+    )
+    hook = make_hook(specs[0]["config"])
+    for module in (Experts(), Experts()):
+        module.register_forward_hook(hook)
+        hidden, topk = call_inputs()
+        want = hidden.clone() * 2
+        assert torch.equal(module(hidden, topk), want)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"file": None}, "file"),
+        ({"file": "gone.safetensors"}, "cannot read"),
+        ({"tensors": {"x": {}}}, "dtype"),
+        ({"refused": 3}, "refused"),
+        ({"schema": 0}, "no manifest of schema 1"),
+    ],
+)
+def test_a_damaged_manifest_is_refused_by_name(tmp_path, hooked, change, says):
+    module = hooked()
+    module(*call_inputs())
+    (tmp_path / ARMED).touch()
+    module(*call_inputs())
+    path = tmp_path / "layer-3.rank-0.json"
+    content = {**json.loads(path.read_text()), **change}
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+    for reader in (capture.read, lambda folder: capture.show(folder, [])):
+        with pytest.raises(BenchError, match=says):
+            reader(tmp_path)
 
 
 def test_a_file_that_is_not_the_manifests_is_refused(tmp_path, hooked):
@@ -216,9 +256,11 @@ def test_take_refuses_old_files_and_says_what_never_came(tmp_path):
     with pytest.raises(BenchError, match="request to http://127.0.0.1:9 failed"):
         capture.take(tmp_path, ["3"], url="http://127.0.0.1:9", ids=[1], timeout=1)
     assert files(tmp_path) == []
-    (tmp_path / "layer-3.rank-0.json").write_text("{}")
+    (tmp_path / "layer-3.rank-0.safetensors").write_text("")
     with pytest.raises(BenchError, match="already holds layer-3"):
         capture.take(tmp_path, ["3"], url=None, ids=[], timeout=0.2)
+    with pytest.raises(BenchError, match="cannot write in /proc"):
+        capture.take(Path("/proc"), ["3"], url=None, ids=[], timeout=0.2)
 
 
 @pytest.mark.parametrize(
@@ -261,5 +303,14 @@ def test_the_engines_own_hook_manager_takes_the_printed_argument(tmp_path, capsy
         "layer-1.rank-0.json",
         "layer-3.rank-0.json",
     ]
-    assert main(["tactics", "capture", "show", folder, "--layers", "3"]) == 0
-    assert "topk_output.topk_ids: int32 [6, 2]" in capsys.readouterr().out
+    for options, shown in (([], 2), (["--layers", "3"], 1)):
+        assert main(["tactics", "capture", "show", folder, *options]) == 0
+        text = capsys.readouterr().out
+        assert text.count("topk_output.topk_ids: int32 [6, 2]") == shown
+        assert "layer 3 rank 0: layer-3.rank-0.safetensors" in text
+    refused = {"schema": 1, "layer": "9", "rank": 1, "refused": "too large"}
+    (tmp_path / "captured" / "layer-9.rank-1.json").write_text(json.dumps(refused))
+    assert main(["tactics", "capture", "show", folder]) == 1
+    text = capsys.readouterr().out
+    assert "layer 9 rank 1: nothing was captured: too large" in text
+    assert "layer 1 rank 0: layer-1" in text

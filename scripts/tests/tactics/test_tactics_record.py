@@ -103,6 +103,14 @@ def test_write_makes_a_whole_file_and_never_overwrites(tmp_path):
     assert os.listdir(path.parent) == ["record.json"]
 
 
+def test_several_files_are_written_all_or_none(tmp_path):
+    (tmp_path / "file").write_text("")
+    files = {tmp_path / "a.json": document(), tmp_path / "file" / "b.json": document()}
+    with pytest.raises(BenchError, match="cannot write"):
+        record.write_all(files)
+    assert os.listdir(tmp_path) == ["file"]
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3),

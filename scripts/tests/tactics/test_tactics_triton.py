@@ -141,7 +141,11 @@ def test_merge_and_repeat_through_the_command(recorded, discovered, tmp_path, ca
 
 
 def refusal(capsys, *arguments):
-    assert main(["tactics", *arguments]) == 2
+    try:
+        code = main(["tactics", *arguments])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
     return capsys.readouterr().err
 
 
@@ -181,7 +185,7 @@ def test_discover_refuses_bad_arguments(tmp_path, capsys, monkeypatch):
         (["--list-at", "0"], "--list-at"),
         (["--list-at", "200"], "from 1 to 100"),
         (["--routing", "capture:/nowhere"], "no captured layer"),
-        (["--tokens", "0"], "--tokens 0"),
+        (["--tokens", "0"], "--tokens: '0'"),
         (["--repetitions", "3"], "at least 9"),
     ):
         assert says in refusal(capsys, *fixed, *arguments)

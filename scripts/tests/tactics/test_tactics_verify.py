@@ -164,19 +164,33 @@ def test_damaged_and_missing_files(tmp_path):
             checks(path)
 
 
-def test_listed_tactics_that_fail_are_no_baseline_but_the_record_must_be_timed(
-    tmp_path,
-):
+def test_listed_tactics_that_cannot_be_timed_are_no_baseline(tmp_path):
     path = write(tmp_path)
     table = {
         **times(t8=0.9, t16=0.5),
         (16, 0): RuntimeError("x"),
-        (16, 1): RuntimeError("x"),
+        (16, 1): float("nan"),
     }
     found, _ = checks(path, table=table)
     assert failed(found) == []
-    with pytest.raises(BenchError, match=r"\(8,0\) cannot be timed"):
-        checks(path, table={**times(), TACTIC: RuntimeError("x")})
+
+
+@pytest.mark.parametrize("tactic", [TACTIC, -1])
+@pytest.mark.parametrize("ms", [RuntimeError("x"), float("nan"), 0.0])
+def test_a_record_that_cannot_be_timed_is_red(tmp_path, tactic, ms):
+    found, _ = checks(write(tmp_path), table={**times(t8=0.9), tactic: ms})
+    assert failed(found) == ["speed"] and len(found) == 7
+    assert "cannot be timed" in found[-1].detail
+
+
+def test_a_machine_without_a_clock_is_red(tmp_path):
+    def clock_of(case):
+        raise BenchError("needs a CUDA device")
+
+    case = TinyOp().case(TOKENS, None)
+    limits = {"tolerance": 1e-2, "repetitions": 9, "seed": 0}
+    found = verify.run(write(tmp_path), case, clock_of=clock_of, **limits)
+    assert failed(found) == ["speed"] and "CUDA device" in found[-1].detail
 
 
 def test_speed_left_out_is_not_red(tmp_path):
