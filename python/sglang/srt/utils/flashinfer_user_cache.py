@@ -17,12 +17,12 @@ seeded key out of it, and ``load_user_cache`` lets no other file change that key
 *Nothing is half written, and concurrent starts lose nothing.* A save runs under a
 lock file. The intended repair is first written to a journal beside the cache, then
 FlashInfer replaces the file, then the repair replaces it again and the journal
-goes. All three are renames. A start that finds a journal finishes the repair
-before it reads the file, so a crash at any point leaves no seed behind.
+goes. All three are renames. Each load and each save finishes the repair of a journal
+it finds before it uses the file, so a crash at any point leaves no seed behind.
 
 *A file that cannot be used stops nothing.* A damaged file is moved aside with its
-bytes unchanged, before any of its entries is loaded; a directory that cannot be
-made or written costs one warning.
+bytes unchanged, before any of its entries is loaded and before a save would replace
+it; a directory that cannot be made or written costs one warning.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ _LOCK_TIMEOUT_SECS = 10.0
 
 # FlashInfer's file_key -> [runner, tactic] or [runner, tactic, policy].
 Entries = dict[str, list]
+# FlashInfer reads every other key as an entry's.
+_NO_ENTRIES = ("_metadata", "_generation", "_records")
 
 
 class _Seeds(msgspec.Struct):
@@ -69,6 +71,8 @@ class _Repair(msgspec.Struct):
     loaded: dict[str, list[list]]
     # file_key -> entry before the save; a key the file did not have is absent.
     before: Entries
+    # The file's _metadata before the save; None when it had none.
+    metadata: Any = None
 
 
 _seeds: WeakKeyDictionary[AutoTuner, _Seeds] = WeakKeyDictionary()
@@ -122,22 +126,7 @@ def prepare_user_cache(path: Path) -> None:
     is not deleted by that comparison.
     """
     with _exclusive(path):
-        repair = _read_journal(path)
-        try:
-            if repair is not None:
-                _apply_repair(path, repair)
-        except (OSError, ValueError):
-            # Damage is handled below; in a read-only directory the journal stays
-            # and load_user_cache hides what it lists.
-            pass
-        if not os.path.isfile(path):
-            return
-        try:
-            _read_cache(path)
-        except OSError as error:
-            _warn_unreadable(path, error)
-        except ValueError as error:
-            _set_aside(path, error)
+        _read_repaired(path)
 
 
 def discard_user_cache(path: Path) -> None:
@@ -155,40 +144,45 @@ def load_user_cache(tuner: AutoTuner, path: Path) -> None:
     Entries for a seeded key win over the seed when ``path`` is the file the seed
     was made for, and are left out when it is another file (a draft worker's).
     """
-    if path in _discarded or not os.path.isfile(path):
-        return
-    try:
-        configs = _read_cache(path)
-    except (OSError, ValueError) as error:
-        _warn_unreadable(path, error)
-        return
-    visible = _without_seed_copies(tuner, path, configs)
-    try:
-        if visible == configs:
-            loaded = tuner.load_configs(str(path))
-        else:
-            with tempfile.TemporaryDirectory() as scratch:
-                copy = Path(scratch) / path.name
-                copy.write_text(json.dumps(visible))
-                loaded = tuner.load_configs(str(copy))
-    except Exception as error:
-        # The checks above know today's format; a stricter FlashInfer must not
-        # stop the start either.
-        _set_aside(path, error)
+    if path in _discarded:
         return
     seeds = _seeds.get(tuner)
+    with _exclusive(path):
+        visible = _read_repaired(path)
+        if visible is None:
+            return
+        if seeds is not None and seeds.home not in (None, path):
+            visible = {k: v for k, v in visible.items() if k not in seeds.loaded}
+        try:
+            if visible == _read_cache(path):
+                loaded = tuner.load_configs(str(path))
+            else:
+                with tempfile.TemporaryDirectory() as scratch:
+                    copy = Path(scratch) / path.name
+                    copy.write_text(json.dumps(visible))
+                    loaded = tuner.load_configs(str(copy))
+        except OSError as error:
+            _warn_unreadable(path, error)
+            return
+        except Exception as error:
+            # _read_cache knows today's format; a stricter FlashInfer must not stop
+            # the start either.
+            _set_aside(path, error)
+            return
     if not loaded or seeds is None:
         return
     for key, entries in seeds.loaded.items():
-        if key in visible and visible[key] not in entries:
+        # FlashInfer loads and saves three fields.
+        entry = visible.get(key, entries[0])[:3]
+        if entry not in entries:
             logger.info(
                 "FlashInfer autotune: %s in %s wins over the bundled %s for %s.",
-                visible[key],
+                entry,
                 path,
                 entries[0],
                 key,
             )
-            entries.append(visible[key])
+            entries.append(entry)
 
 
 def save_user_cache(tuner: AutoTuner, path: Path) -> None:
@@ -200,87 +194,88 @@ def save_user_cache(tuner: AutoTuner, path: Path) -> None:
     seeds = _seeds.get(tuner)
     try:
         with _exclusive(path):
+            configs = _read_repaired(path)
+            if configs is None and os.path.exists(path):
+                # It was warned about and could not be moved.
+                return
             if seeds is None:
                 tuner.save_configs(str(path))
                 return
-            configs: dict = {}
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                configs = _read_cache(path)
+            configs = configs or {}
             repair = _Repair(
                 loaded=seeds.loaded,
                 before={key: configs[key] for key in seeds.loaded if key in configs},
+                metadata=configs.get("_metadata"),
             )
             _write_json(_journal(path), msgspec.to_builtins(repair))
             tuner.save_configs(str(path))
-            # Damaged by someone else meanwhile: the journal stays for the next start.
-            with contextlib.suppress(ValueError):
-                _apply_repair(path, repair)
-    except OSError as error:
+            _read_repaired(path, repair)
+    except (OSError, ValueError, RecursionError) as error:
+        # Not FlashInfer's own RuntimeError: a second writer of namespaced records.
         _warn_unwritable(path.parent, error)
 
 
-def _without_seed_copies(tuner: AutoTuner, path: Path, configs: dict) -> dict:
-    """``configs`` without entries for seeded keys that are not the user's own."""
-    visible = dict(configs)
-    repair = _read_journal(path)
-    if repair is not None:
-        _restore(visible, repair)
-    seeds = _seeds.get(tuner)
-    if seeds is not None and seeds.home not in (None, path):
-        for key in seeds.loaded:
-            visible.pop(key, None)
-    return visible
+def _read_repaired(path: Path, repair: Optional[_Repair] = None) -> Optional[dict]:
+    """What the user's file says, once ``repair`` (by default the journal's) is done.
 
-
-def _restore(configs: dict, repair: _Repair) -> None:
-    """Put the seeded keys of ``configs`` back, in place, unless tuned since."""
-    for key, loaded in repair.loaded.items():
-        if configs.get(key) not in loaded:
-            continue
-        if key in repair.before:
-            configs[key] = repair.before[key]
-        else:
-            del configs[key]
-
-
-def _apply_repair(path: Path, repair: _Repair) -> None:
-    if os.path.isfile(path):
-        configs = _read_cache(path)
-        repaired = dict(configs)
-        _restore(repaired, repair)
+    Needs the lock. None when there is no usable file; a damaged one is moved aside.
+    Where nothing can be written the journal stays and the file differs from the result.
+    """
+    configs = None
+    if os.path.exists(path):
+        try:
+            configs = _read_cache(path)
+        except OSError as error:
+            _warn_unreadable(path, error)
+            return None
+        except ValueError as error:
+            _set_aside(path, error)
+    repair = repair or _read_journal(path)
+    if repair is None:
+        return configs
+    repaired = configs and _restored(configs, repair)
+    with contextlib.suppress(OSError, RecursionError):
         if repaired != configs:
             _write_json(path, repaired)
-    _journal(path).unlink(missing_ok=True)
+        _journal(path).unlink(missing_ok=True)
+    return repaired
+
+
+def _restored(configs: dict, repair: _Repair) -> dict:
+    """``configs`` with the seeded keys put back, unless tuned since."""
+    before = repair.before
+    if repair.metadata not in (None, configs.get("_metadata")):
+        # FlashInfer did not trust the entries of that environment and dropped them.
+        before = {}
+    restored = dict(configs)
+    for key, loaded in repair.loaded.items():
+        if configs.get(key) in loaded:
+            del restored[key]
+            if key in before:
+                restored[key] = before[key]
+    return restored
 
 
 def _read_cache(path: Path) -> dict:
     """The file's JSON object. ValueError names the first thing that is wrong."""
     try:
-        configs = json.loads(path.read_bytes())
+        configs = json.loads(path.read_text())
     except RecursionError:
         raise ValueError("JSON nested too deeply") from None
     if not isinstance(configs, dict):
         raise ValueError(f"expected a JSON object, found {type(configs).__name__}")
-    for key, value in configs.items():
-        if key == "_records":
-            if not isinstance(value, dict):
-                raise ValueError(f"{key} is not an object")
-        elif not key.startswith("_"):
-            fault = _entry_fault(value)
-            if fault:
-                raise ValueError(f"entry {key!r} {fault}, found {value!r:.80}")
+    if not isinstance(configs.get("_records", {}), dict):
+        raise ValueError("_records is not an object")
+    for key, entry in configs.items():
+        match entry:
+            case [str(), _] | [str(), _, list(), *_]:
+                pass
+            case _ if key not in _NO_ENTRIES:
+                raise ValueError(
+                    f"entry {key!r} is not [runner, tactic] or [runner, tactic, "
+                    f"policy]: {entry!r:.80}"
+                )
     return configs
-
-
-def _entry_fault(entry: Any) -> str:
-    """Why FlashInfer could not load ``entry``; "" when it can."""
-    if not isinstance(entry, list) or len(entry) not in (2, 3):
-        return "is not [runner, tactic] or [runner, tactic, policy]"
-    if not isinstance(entry[0], str):
-        return "does not start with a runner name"
-    if len(entry) == 3 and not isinstance(entry[2], list):
-        return "has a policy that is not a list"
-    return ""
 
 
 def _journal(path: Path) -> Path:
@@ -290,7 +285,7 @@ def _journal(path: Path) -> Path:
 def _read_journal(path: Path) -> Optional[_Repair]:
     try:
         return msgspec.json.decode(_journal(path).read_bytes(), type=_Repair)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, RecursionError):
         # Journals appear by rename, so an unreadable one is not ours to finish.
         return None
 
@@ -334,10 +329,9 @@ def _set_aside(path: Path, fault: Exception) -> None:
     except OSError:
         _warn_unreadable(path, fault)
         return
-    _warn_once(
-        str(path),
+    logger.warning(
         f"FlashInfer autotune cache {path} is damaged ({fault}). It was kept as "
-        f"{kept}; this start tunes without it and writes a new one.",
+        f"{kept}; this start tunes without it and writes a new one."
     )
 
 

@@ -8,7 +8,7 @@ Exit code 0: would be seeded; 1: would not; 2: usage.
 from __future__ import annotations
 
 import argparse
-from typing import Iterator
+from typing import Any, Iterator
 
 import msgspec
 
@@ -67,7 +67,13 @@ def _decide(server_args: ServerArgs) -> _Table:
         # Defaults that depend on the device or the checkpoint stay as given.
         notes.append(f"defaults are not resolved: {_first_line(error)}")
     config = resolved_view(server_args)
-    rules = list(group_wide_rules(parallel=config, schedule=config))
+    rules = list(group_wide_rules(parallel=config, schedule=config, kernel=config))
+    rules.extend(_autotune_rules(config))
+    backend = config.moe_runner_backend
+    if backend == "auto" and notes:
+        notes.append("MoE runner backend auto is not resolved; it must be flashinfer_*")
+    else:
+        rules.append(_backend_rule(backend))
     rules.append(device_rule(get_platform().device_capability))
     rules.append(runner_rule(is_draft=False))
     rules.extend(_model_rules(server_args))
@@ -76,10 +82,25 @@ def _decide(server_args: ServerArgs) -> _Table:
     except ImportError as error:
         expected = MEASURED.flashinfer_version
         rules.append(Rule("FlashInfer version", expected, _first_line(error), False))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         rules.append(Rule("record", "a readable record", _first_line(error), False))
     notes.append("draft workers are never seeded")
     return _Table(rules=rules, notes=notes)
+
+
+def _autotune_rules(config: Any) -> Iterator[Rule]:
+    """Options that keep a start from autotuning, and so from reaching the seed."""
+    for option in (
+        "disable_flashinfer_autotune",
+        "enable_deterministic_inference",
+        "enable_kv_cache_sharding",
+    ):
+        yield equal_rule(option, False, getattr(config, option))
+
+
+def _backend_rule(backend: str) -> Rule:
+    ok = backend.startswith("flashinfer_")
+    return Rule("MoE runner backend", "flashinfer_*", backend, ok)
 
 
 def _model_rules(server_args: ServerArgs) -> Iterator[Rule]:

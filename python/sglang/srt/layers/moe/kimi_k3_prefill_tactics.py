@@ -22,14 +22,10 @@ Hit in a tuning pass
 The user's cache
     It is loaded after the seed, so its entries win. ``save_configs`` also writes
     loaded records, so a seed would end up in the user's file and outrank a corrected
-    bundle at the next start. Seeds and user entries are told apart by never letting
-    a seed stay in the file: ``flashinfer_user_cache`` puts the seeded key back to
-    what the file said before each save, under a lock and through a journal that the
-    next start finishes after a crash. Whatever a start finds for that key is the
-    user's, also when it equals an old or the present seed. Comparing with a list of
-    retired seeds was rejected because it cannot tell that case; marking the entry
-    was rejected because FlashInfer saves three fields and nothing else; its
-    namespaced records allow one writer per file and would fail the second of two
+    bundle at the next start. ``flashinfer_user_cache`` never lets a seed stay there:
+    whatever a start finds for the key is the user's, also when it equals an old or
+    the present seed. A list of retired seeds cannot tell that case, FlashInfer saves
+    no mark in an entry, and its namespaced records would fail the second of two
     concurrent starts.
 
 Agreement
@@ -58,7 +54,12 @@ import torch
 
 from sglang.srt.configs.model_config import _hf_arch, is_kimi_k3
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_parallel, get_platform, get_schedule
+from sglang.srt.runtime_context import (
+    get_exec,
+    get_parallel,
+    get_platform,
+    get_schedule,
+)
 from sglang.srt.utils.flashinfer_user_cache import end_seeded_start, note_seed
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class _Measured(msgspec.Struct, frozen=True):
 
 
 MEASURED = _Measured()
+_OP = "flashinfer::trtllm_fp4_block_scale_moe"
 _RUNNER_RULE = "runner"
 
 
@@ -184,7 +186,11 @@ def seed_kimi_k3_prefill_tactics(
     path = bundled_record_path()
     try:
         failed = _first_failure(
-            group_wide_rules(parallel=get_parallel(), schedule=get_schedule())
+            group_wide_rules(
+                parallel=get_parallel(),
+                schedule=get_schedule(),
+                kernel=get_exec().kernel,
+            )
         )
     except ValueError as error:
         # Fixtures that run this without a published configuration are no engine.
@@ -199,7 +205,7 @@ def seed_kimi_k3_prefill_tactics(
     if failed is None:
         try:
             record = read_record(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             failed = Rule("record", "a readable record", f"{path}: {error}", False)
         else:
             failed = _first_failure(version_rules(record))
@@ -209,14 +215,14 @@ def seed_kimi_k3_prefill_tactics(
     group = _sync_group()
     if group is not None:
         reason = _agree(group, path, record, reason)
+    if not reason:
+        reason = _load_fault(tuner, path)
     if reason or record is None:
         # A draft phase belongs to the start whose target phase was seeded.
         if failed is None or failed.name != _RUNNER_RULE:
             end_seeded_start(tuner)
         return _not_seeded(model_runner, path, reason, orphaned=orphaned)
 
-    if not tuner.load_configs(str(path)):
-        return _not_seeded(model_runner, path, f"FlashInfer rejected {path}")
     note_seed(tuner, record.entries, home=user_cache)
     _log(
         model_runner,
@@ -232,7 +238,7 @@ def seed_kimi_k3_prefill_tactics(
     )
 
 
-def group_wide_rules(*, parallel: Any, schedule: Any) -> Iterator[Rule]:
+def group_wide_rules(*, parallel: Any, schedule: Any, kernel: Any) -> Iterator[Rule]:
     """Configuration that all ranks of a tuning sync group share."""
     reuse = envs.SGLANG_FLASHINFER_AUTOTUNE_CACHE.get()
     yield Rule("autotune cache reuse", "on", "on" if reuse else "off", reuse)
@@ -244,6 +250,10 @@ def group_wide_rules(*, parallel: Any, schedule: Any) -> Iterator[Rule]:
         MEASURED.chunked_prefill_size,
         schedule.chunked_prefill_size,
     )
+    # A skipped op is to use FlashInfer's heuristic; a loaded record would outrank it.
+    skipped = kernel.flashinfer_autotune_skip_ops or ()
+    found = ", ".join(skipped) or "none"
+    yield Rule("autotune skip ops", f"without {_OP}", found, _OP not in skipped)
 
 
 def _rank_rules(model_runner: ModelRunner) -> Iterator[Rule]:
@@ -316,8 +326,10 @@ def _agree(
     reason: str,
 ) -> str:
     """Exchange verdicts; return why this group does not seed, or ""."""
-    if not reason and not _loads(path):
-        reason = f"FlashInfer rejected {path}"
+    from flashinfer.autotuner import AutoTuner
+
+    # FlashInfer's own verdict, from a tuner that nothing else uses.
+    reason = reason or _load_fault(AutoTuner(), path)
     mine = (reason, record.digest if record is not None else "")
     verdicts: list = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(verdicts, mine, group=group)
@@ -331,16 +343,14 @@ def _agree(
     return ""
 
 
-def _loads(path: Path) -> bool:
-    """FlashInfer's own verdict, from a tuner that nothing else uses."""
-    from flashinfer.autotuner import AutoTuner
-
+def _load_fault(tuner: AutoTuner, path: Path) -> str:
+    """Load the record; say why FlashInfer would not, or ""."""
     try:
-        return AutoTuner().load_configs(str(path))
+        fault = "" if tuner.load_configs(str(path)) else "another environment"
     except Exception as error:
-        # A rank that raised here would leave its peers waiting in the exchange.
-        logger.debug("%s %s: %s", LOG_PREFIX, path, error)
-        return False
+        # Raising would stop the start, or leave peers waiting in the exchange.
+        fault = f"{type(error).__name__}: {error}"
+    return fault and f"FlashInfer rejected {path}: {fault}"
 
 
 def _not_seeded(

@@ -9,8 +9,10 @@ register_cpu_ci(est_time=30, suite="base-a-test-cpu")
 
 import contextlib
 import copy
+import errno
 import functools
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -20,6 +22,7 @@ import unittest
 from pathlib import Path
 from unittest.mock import patch
 
+import filelock
 import flashinfer
 import msgspec
 import torch
@@ -28,8 +31,10 @@ from flashinfer.autotuner import AutoTuner, _collect_metadata, autotune
 from flashinfer.tllm_enums import ActivationType, RoutingInputMode, WeightLayout
 
 from sglang.kernels.ops.moe import moe_route_quant_fused
+from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
 from sglang.srt.environ import envs
 from sglang.srt.layers.moe import kimi_k3_prefill_tactics as tactics
+from sglang.srt.layers.moe.kimi_k3_prefill_explain import _backend_rule
 from sglang.srt.layers.moe.kimi_k3_prefill_explain import main as explain
 from sglang.srt.layers.moe.kimi_k3_prefill_tactics import (
     bundled_record_path,
@@ -42,8 +47,10 @@ from sglang.srt.runtime_context import (
     override_platform,
     reset_context,
 )
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.utils import flashinfer_user_cache
 from sglang.test.kits.flashinfer_autotune_kit import (
+    PhaseRunner,
     autotune_phase,
     autotune_startup,
     fresh_tuner,
@@ -201,9 +208,18 @@ class TestGate(TacticsBase):
             ("device", device(12, 0), "expected SM103, found SM120"),
             ("device", device(None, None), "found no CUDA device"),
             ("cache reuse", server(reuse_cache=False), "expected on, found off"),
+            (
+                "autotune skip ops",
+                server(flashinfer_autotune_skip_ops=["other", self.call.op]),
+                f"found other, {self.call.op}",
+            ),
         ):
             with self.subTest(name=name, found=found), change:
                 self.assert_not_seeded(name, found, runner=UntouchableRunner())
+
+    def test_another_op_may_be_skipped(self):
+        with cpu_startup(**MEASURED_ARGS, flashinfer_autotune_skip_ops=["other"]):
+            self.assertTrue(self.seed().seeded)
 
     def test_without_a_published_configuration_nothing_is_touched(self):
         def unpublished():
@@ -380,23 +396,94 @@ class TestRecord(TacticsBase):
             "a list": [],
             "empty": "",
             "truncated": RECORD.read_text()[:-40],
+            "nested too deeply": "[" * 100_000,
         }.items():
             with self.subTest(name):
                 path = self.bundle(content)
                 self.assert_not_seeded("record", str(path), runner=cpu_runner())
 
+    def test_a_record_that_flashinfer_rejects_does_not_stop_the_start(self):
+        for rejection in ({"return_value": False}, {"side_effect": KeyError("rule")}):
+            with (
+                self.subTest(rejection),
+                patch.object(AutoTuner, "load_configs", **rejection),
+            ):
+                self.assert_not_seeded("FlashInfer rejected", runner=cpu_runner())
+
+
+def damaged_contents() -> dict[str, bytes]:
+    good = {"_metadata": ENVIRONMENT, "first": ["R", 1]}
+    added = {
+        "entry null": {"bad": None},
+        "entry number": {"bad": 5},
+        "entry text": {"bad": "MoERunner"},
+        "entry object": {"bad": {"0": 1}},
+        "entry empty": {"bad": []},
+        "entry short": {"bad": ["R"]},
+        "runner number": {"bad": [5, 1]},
+        "policy number": {"bad": ["R", 1, 7]},
+        "policy text": {"bad": ["R", 1, "cold"]},
+        "comment": {"_comment": 5},
+        "records list": {"_records": []},
+    }
+    return {
+        "empty": b"",
+        "truncated": json.dumps(good).encode()[:-9],
+        "null": b"null",
+        "a list": b"[1, 2]",
+        "text": b'"x"',
+        "not UTF-8": b"\xff\xfe\x00",
+        "UTF-16": json.dumps(good).encode("utf-16"),
+        "nested too deeply": b"[" * 100_000,
+        **{name: json.dumps({**good, **bad}).encode() for name, bad in added.items()},
+    }
+
+
+# Damage, a start's pipeline size and its tactic, damage done while tuning.
+DAMAGED_STARTS = tuple(
+    itertools.product(
+        damaged_contents().items(), ((8, SEEDED), (4, None)), (False, True)
+    )
+)
+
 
 class TestUserCache(TacticsBase):
-    def start(self):
+    def start(self, cache=None, *, while_tuning=None, pp_size=8):
         """A fresh start through the autotune context; returns its log records."""
+        cache = cache or self.cache
         self.tuner.clear_cache()
         self.runner = cpu_runner()
         with (
             self.assertLogs("sglang.srt", "INFO") as logs,
-            autotune_phase(self.runner, self.cache),
+            cpu_startup(**{**MEASURED_ARGS, "pp_size": pp_size}),
+            autotune_phase(self.runner, cache),
         ):
             self.in_tuning = self.call.lookup(self.tuner)
+            if while_tuning is not None:
+                cache.write_bytes(while_tuning)
         return [record for record in logs.records if record.levelname == "WARNING"]
+
+    def crash_in_save(self):
+        """Another process with this tuner's tactics dies right after FlashInfer's save."""
+        save = AutoTuner.save_configs
+
+        def save_and_die(tuner, path):
+            save(tuner, path)
+            os._exit(1)
+
+        def crash():
+            with patch.object(AutoTuner, "save_configs", save_and_die):
+                flashinfer_user_cache.save_user_cache(self.tuner, self.cache)
+
+        self.assertEqual(run_forked(crash), ["died"])
+
+    @contextlib.contextmanager
+    def lock_held_elsewhere(self):
+        with (
+            filelock.FileLock(self.dir / f".{self.cache.name}.lock"),
+            patch.object(flashinfer_user_cache, "_LOCK_TIMEOUT_SECS", 0),
+        ):
+            yield
 
     def corrected_bundle(self, tactic=(64, 1)):
         content = json.loads(RECORD.read_text())
@@ -437,24 +524,117 @@ class TestUserCache(TacticsBase):
 
     def test_a_crash_during_the_save_leaves_no_seed_behind(self):
         write_cache(self.cache, {"user": ["R", 1]})
-
-        def crash():
-            with patch.object(
-                flashinfer_user_cache,
-                "_apply_repair",
-                side_effect=lambda *_: os._exit(1),
-            ):
-                self.start()
-
-        # Nothing to repair at its start, so it dies after FlashInfer's own save.
-        with patch.object(flashinfer_user_cache, "_read_journal", return_value=None):
-            self.assertEqual(run_forked(crash), ["died"])
+        self.start()
+        self.crash_in_save()
         self.assertEqual(read_entries(self.cache)[self.key], self.entry(SEEDED))
         corrected = self.corrected_bundle()
         self.start()
         self.assertEqual(self.in_tuning, corrected)
         self.assertEqual(read_entries(self.cache), {"user": ["R", 1]})
         self.assertEqual(self.leftovers(), [])
+
+    def test_a_save_finishes_what_another_start_left(self):
+        for tile, lock in (
+            (64, contextlib.nullcontext()),
+            (32, self.lock_held_elsewhere()),
+        ):
+            with self.subTest(lock=lock):
+                with lock, autotune_phase(cpu_runner(), self.cache):
+                    self.crash_in_save()
+                    self.assertIn(self.key, read_entries(self.cache))
+                self.assertEqual(read_entries(self.cache), {})
+                corrected = self.corrected_bundle((tile, 1))
+                self.start()
+                self.assertEqual(self.in_tuning, corrected)
+
+    def test_a_repair_does_not_need_its_journal(self):
+        # A start that had no lock can finish, and so remove, a living save's journal.
+        save = AutoTuner.save_configs
+
+        def save_and_lose_journal(tuner, path):
+            save(tuner, path)
+            self.dir.joinpath(f".{self.cache.name}.repair").unlink()
+
+        with patch.object(AutoTuner, "save_configs", save_and_lose_journal):
+            self.start()
+        self.assertEqual(read_entries(self.cache), {})
+
+    def test_an_unfinished_save_in_a_read_only_directory_is_hidden(self):
+        self.start()
+        self.crash_in_save()
+        corrected = self.corrected_bundle()
+        for path in (self.cache, self.dir / f".{self.cache.name}.repair"):
+            path.chmod(0o644)
+        self.addCleanup(self.dir.chmod, 0o755)
+        self.dir.chmod(0o555)
+
+        def serve():
+            drop_privileges()
+            warnings = self.start()
+            return [w.getMessage() for w in warnings], self.in_tuning
+
+        ((warnings, tactic),) = run_forked(serve)
+        self.assertEqual(tactic, corrected)
+        self.assertEqual(len(warnings), 1, warnings)
+        self.assertIn("cannot be kept", warnings[0])
+        self.assertIn(self.key, read_entries(self.cache))
+
+    def test_an_entry_that_flashinfer_did_not_trust_does_not_come_back(self):
+        untrusted = {**ENVIRONMENT, "cudnn_version": "unknown"}
+        content = {"_metadata": untrusted, self.key: self.entry((192, 7))}
+        for crash in (False, True):
+            with self.subTest(crash=crash):
+                self.cache.write_text(json.dumps(content))
+                with autotune_phase(cpu_runner(), self.cache):
+                    self.assertEqual(self.call.lookup(self.tuner), SEEDED)
+                    if crash:
+                        self.crash_in_save()
+                self.start()
+                self.assertEqual(self.in_tuning, SEEDED)
+                self.assertEqual(read_entries(self.cache), {})
+
+    def test_an_entry_without_metadata_is_trusted_and_stays(self):
+        # FlashInfer loads such a file unchecked and stamps it at the save.
+        self.cache.write_text(json.dumps({self.key: self.entry((192, 7))}))
+        for _ in range(2):
+            self.start()
+            self.assertEqual(self.in_tuning, (192, 7))
+
+    def test_an_entry_with_more_fields_is_loaded_and_stays(self):
+        content = {self.key: [*self.entry((192, 7)), "note"]}
+        write_cache(self.cache, content)
+        self.assertEqual(self.start(), [])
+        self.assertEqual(self.in_tuning, (192, 7))
+        self.assertEqual(read_entries(self.cache), content)
+
+    def test_the_file_is_read_loaded_and_saved_under_its_lock(self):
+        write_cache(self.cache, {"user": ["R", 1]})
+        lock = filelock.FileLock(self.dir / f".{self.cache.name}.lock", timeout=0)
+        held, free = set(), set()
+
+        def watched(call):
+            def wrapper(*args):
+                if str(args[-1]) == str(self.cache):
+                    try:
+                        with lock:
+                            free.add(call.__name__)
+                    except filelock.Timeout:
+                        held.add(call.__name__)
+                return call(*args)
+
+            return wrapper
+
+        with contextlib.ExitStack() as stack:
+            for owner, name in (
+                (flashinfer_user_cache, "_read_cache"),
+                (AutoTuner, "load_configs"),
+                (AutoTuner, "save_configs"),
+            ):
+                call = watched(getattr(owner, name))
+                stack.enter_context(patch.object(owner, name, call))
+            self.start()
+        self.assertEqual(free, set())
+        self.assertEqual(held, {"_read_cache", "load_configs", "save_configs"})
 
     def leftovers(self) -> list[str]:
         expected = {self.cache.name, f".{self.cache.name}.lock"}
@@ -487,40 +667,102 @@ class TestUserCache(TacticsBase):
         self.assertEqual(self.leftovers(), ["a.json", "b.json"])
 
     def test_damaged_files_are_set_aside_and_the_start_goes_on(self):
-        good = {"_metadata": ENVIRONMENT, "first": ["R", 1]}
-        for name, content in {
-            "empty": b"",
-            "truncated": json.dumps(good).encode()[:-9],
-            "null": b"null",
-            "a list": b"[1, 2]",
-            "text": b'"x"',
-            "not UTF-8": b"\xff\xfe\x00",
-            "nested too deeply": b"[" * 100_000,
-            "entry null": json.dumps({**good, "bad": None}).encode(),
-            "entry number": json.dumps({**good, "bad": 5}).encode(),
-            "entry text": json.dumps({**good, "bad": "MoERunner"}).encode(),
-            "entry object": json.dumps({**good, "bad": {"0": 1}}).encode(),
-            "entry empty": json.dumps({**good, "bad": []}).encode(),
-            "entry short": json.dumps({**good, "bad": ["R"]}).encode(),
-            "runner number": json.dumps({**good, "bad": [5, 1]}).encode(),
-            "policy number": json.dumps({**good, "bad": ["R", 1, 7]}).encode(),
-            "policy text": json.dumps({**good, "bad": ["R", 1, "cold"]}).encode(),
-            "records list": json.dumps({**good, "_records": []}).encode(),
-        }.items():
-            with self.subTest(name):
+        for (name, content), (pp_size, tactic), late in DAMAGED_STARTS:
+            with self.subTest(name, pp_size=pp_size, while_tuning=late):
                 for path in self.dir.iterdir():
                     path.unlink()
-                flashinfer_user_cache._warned.clear()
-                self.cache.write_bytes(content)
-                (warning,) = self.start()
+                if not late:
+                    self.cache.write_bytes(content)
+                (warning,) = self.start(
+                    pp_size=pp_size, while_tuning=content if late else None
+                )
                 self.assertIn(str(self.cache), warning.getMessage())
                 (kept,) = self.leftovers()
                 self.assertEqual((self.dir / kept).read_bytes(), content)
                 self.assertIn(kept, warning.getMessage())
-                self.assertEqual(self.in_tuning, SEEDED)
+                self.assertEqual(self.in_tuning, tactic)
                 # Nothing of the damaged file was loaded, so nothing is saved again.
                 self.assertEqual(read_entries(self.cache), {})
+                self.assertEqual(self.start(pp_size=pp_size), [])
+
+    def test_a_damaged_file_that_cannot_be_moved_stops_nothing(self):
+        caches = [self.dir / f"{number}.json" for number in range(len(DAMAGED_STARTS))]
+        for cache, ((_, content), _, late) in zip(caches, DAMAGED_STARTS):
+            cache.write_bytes(b"{}" if late else content)
+            cache.chmod(0o666)
+        # The one beside the module may be out of an unprivileged user's reach.
+        self.corrected_bundle(SEEDED)
+        self.addCleanup(self.dir.chmod, 0o755)
+        self.dir.chmod(0o555)
+
+        def starts():
+            drop_privileges()
+            found = []
+            for cache, (damage, (pp_size, _), late) in zip(caches, DAMAGED_STARTS):
+                content = damage[1] if late else None
+                flashinfer_user_cache._warned.clear()
+                warnings = self.start(cache, pp_size=pp_size, while_tuning=content)
+                found.append(([w.getMessage() for w in warnings], self.in_tuning))
+            return found
+
+        (found,) = run_forked(starts)
+        self.assertEqual(len(found), len(caches))
+        for cache, case, (warnings, tactic) in zip(caches, DAMAGED_STARTS, found):
+            (name, content), (pp_size, expected), late = case
+            with self.subTest(name, pp_size=pp_size, while_tuning=late):
+                self.assertEqual(len(warnings), 1, warnings)
+                self.assertIn(str(cache), warnings[0])
+                self.assertEqual(tactic, expected)
+                self.assertEqual(cache.read_bytes(), content)
+
+    def test_damage_by_a_writer_without_the_lock_stops_nothing(self):
+        save = AutoTuner.save_configs
+        for content in (b"\xff\xfe\x00", b"[" * 100_000):
+
+            def damage_and_save(tuner, path, content=content):
+                self.cache.write_bytes(content)
+                save(tuner, path)
+
+            with (
+                self.subTest(content[:3]),
+                patch.object(AutoTuner, "save_configs", damage_and_save),
+            ):
+                self.cache.unlink(missing_ok=True)
+                flashinfer_user_cache._warned.clear()
+                (warning,) = self.start()
+                self.assertIn("cannot be kept", warning.getMessage())
+                self.assertEqual(self.cache.read_bytes(), content)
+
+    def test_a_journal_that_cannot_be_read_stops_nothing(self):
+        journal = self.dir / f".{self.cache.name}.repair"
+        nested = b'{"loaded": {"a": ' + b"[" * 100_000
+        for content in (b"", b"[", b"{}", b"\xff", b'{"loaded": 1}', nested):
+            with self.subTest(content[:20]):
+                journal.write_bytes(content)
                 self.assertEqual(self.start(), [])
+                self.assertEqual(self.in_tuning, SEEDED)
+
+    def test_a_file_that_cannot_be_read_now_stays(self):
+        write_cache(self.cache, {"user": ["R", 1]})
+        load = AutoTuner.load_configs
+
+        def broken_disk(tuner, path):
+            if path == str(self.cache):
+                raise OSError(errno.EIO, "Input/output error")
+            return load(tuner, path)
+
+        with patch.object(AutoTuner, "load_configs", broken_disk):
+            (warning,) = self.start()
+        self.assertIn(str(self.cache), warning.getMessage())
+        self.assertEqual(self.leftovers(), [])
+        self.assertEqual(read_entries(self.cache), {"user": ["R", 1]})
+
+    def test_a_second_writer_of_namespaced_records_is_still_an_error(self):
+        write_cache(self.cache, {})
+        with self.assertRaisesRegex(RuntimeError, "one writer per cache path"):
+            with autotune_phase(cpu_runner(), self.cache):
+                self.tuner.publish_namespaced_records("mega", {"a": 1})
+                self.cache.write_text(json.dumps({"_generation": "another"}))
 
     def test_a_stricter_loader_does_not_stop_the_start(self):
         write_cache(self.cache, {"user": ["R", 1]})
@@ -648,6 +890,11 @@ class TestAgreement(TacticsBase):
             ("record's environment", other_cuda, "record's cuda_version"),
             ("unreadable record", lambda: self.bundle("{"), "record"),
             (
+                "FlashInfer's verdict",
+                patch.object(AutoTuner, "load_configs", return_value=False).start,
+                "FlashInfer rejected",
+            ),
+            (
                 "device",
                 override_platform(device_capability=(10, 0)).install,
                 "found SM100",
@@ -689,6 +936,13 @@ class TestAgreement(TacticsBase):
             self.assertIn("different records", result[1])
 
 
+class AutotunedRunner(PhaseRunner, kw_only=True):
+    """The fields that the decision whether to autotune reads besides."""
+
+    model: torch.nn.Module
+    spec_algorithm: SpeculativeAlgorithm
+
+
 class TestExplain(TacticsBase):
     def table(self, *argv: str) -> tuple[int, str]:
         output = io.StringIO()
@@ -712,8 +966,47 @@ class TestExplain(TacticsBase):
         self.assertEqual(code, 0, table)
         self.assertNotIn(" NO", table)
         self.assertIn("would be seeded", table)
+        self.assertIn("MoE runner backend auto is not resolved", table)
         self.assertEqual(self.tuner.profiling_cache, {})
         self.assertIsNone(self.call.lookup(self.tuner))
+
+    def test_options_that_keep_the_autotuner_from_running(self):
+        measured = ["--pp-size=8", "--chunked-prefill-size=16384"]
+        for argument, reason in (
+            ("--disable-flashinfer-autotune", "disable_flashinfer_autotune"),
+            ("--enable-deterministic-inference", "enable_deterministic_inference"),
+            ("--enable-kv-cache-sharding", "enable_kv_cache_sharding"),
+            ("--moe-runner-backend=triton", "MoE runner backend"),
+            (f"--flashinfer-autotune-skip-ops={self.call.op}", "autotune skip ops"),
+        ):
+            with self.subTest(argument):
+                code, table = self.table(
+                    "--model-path", self.model(), *measured, argument
+                )
+                self.assertEqual(code, 1, table)
+                self.assertIn(f"would not be seeded: {reason}: expected", table)
+
+    def test_the_backend_rule_is_that_of_the_autotuner(self):
+        runner = AutotunedRunner(
+            device="cuda",
+            forward_stream=None,
+            model_config=cpu_runner().model_config,
+            model=torch.nn.Module(),
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+        )
+        capability = patch.object(
+            torch.cuda, "get_device_capability", return_value=(10, 3)
+        )
+        for backend in MOE_RUNNER_BACKEND_CHOICES:
+            with (
+                self.subTest(backend),
+                capability,
+                cpu_startup(**MEASURED_ARGS, moe_runner_backend=backend),
+            ):
+                self.assertEqual(
+                    _backend_rule(backend).ok,
+                    warmup.should_run_flashinfer_autotune(runner),
+                )
 
     def test_every_failing_rule_is_shown(self):
         # An unreadable checkpoint fails its two rules and hides no other.
