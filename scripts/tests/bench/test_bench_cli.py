@@ -48,12 +48,12 @@ def test_an_unknown_verb_lists_the_known_ones():
         (["--prepare-cache"], "--prepare-cache needs server.cache"),
         (["--rows", "/etc/passwd/x.jsonl"], "cannot write to /etc/passwd: "),
         (["--scratch", "/etc/passwd"], "cannot write to /etc/passwd: "),
-        (["--scratch", "/proc"], "cannot write to /proc"),
+        (["--scratch", "/proc", "--rows", "x.jsonl"], "cannot write to /proc"),
     ],
 )
 def test_wrong_options_say_what_to_write(tmp_path, standin, arguments, text):
     path = benchkit.write(tmp_path, standin)
-    done = run_bench("serve-ab", path, *arguments)
+    done = run_bench("serve-ab", path, *arguments, cwd=tmp_path)
     assert done.returncode == 2 and text in done.stderr
     assert "Traceback" not in done.stderr
 
