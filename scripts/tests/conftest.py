@@ -1,5 +1,7 @@
 """Fixtures of the series tool's tests; tests import the rest from tiny_release."""
 
+import signal
+
 from tiny_release import (  # noqa: F401
     empty,
     finished,
@@ -8,3 +10,7 @@ from tiny_release import (  # noqa: F401
     user,
     world,
 )
+
+# A suite started with & from a script ignores SIGINT, and so would all it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

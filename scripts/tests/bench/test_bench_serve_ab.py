@@ -346,8 +346,6 @@ def test_interruption_ends_every_process_it_started(tmp_path, standin, signum):
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
-        # Whatever started the tests may have Ctrl-C ignored, as `pytest &` in a script.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert procs.wait_until(lambda: "ready" in bench.stderr.readline(), timeout=120)
