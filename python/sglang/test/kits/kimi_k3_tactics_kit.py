@@ -34,14 +34,17 @@ MEASURED_ARGS = dict(tp_size=1, pp_size=8, ep_size=1, chunked_prefill_size=16384
 SEEDED = (128, 4)
 RECORD = bundled_record_path()
 INSTALLED = _collect_metadata()
-# What FlashInfer reads where the record applies, but for the GPU there is none of.
-ENVIRONMENT = {
-    field: json.loads(RECORD.read_text())["_metadata"][field] for field in INSTALLED
-} | {"gpu": "unknown"}
 FORK = multiprocessing.get_context("fork")
 # Forked children cannot use a CUDA context, so a device that is there stays unused.
 cpu_runner = functools.partial(make_phase_runner, on_cuda=False)
 cpu_startup = functools.partial(autotune_startup, on_cuda=False)
+
+
+@functools.cache
+def record_environment() -> dict[str, str]:
+    """What FlashInfer reads where the record applies, but for the GPU: there is none."""
+    metadata = json.loads(RECORD.read_text())["_metadata"]
+    return {field: metadata[field] for field in INSTALLED} | {"gpu": "unknown"}
 
 
 def run_forked(*targets) -> list:
@@ -100,7 +103,7 @@ class TacticsBase(CustomTestCase):
         self.cache = self.dir / "rank_tp0_pp0_dp0.json"
         enter_scope(self, cpu_startup(**MEASURED_ARGS))
         enter_override(self, override_platform(device_capability=(10, 3)))
-        enter_scope(self, stated_environment(ENVIRONMENT))
+        enter_scope(self, stated_environment(record_environment()))
         self.tuner = enter_scope(self, fresh_tuner())
         self.runner = cpu_runner()
         self.call = capture_moe_call(16384)

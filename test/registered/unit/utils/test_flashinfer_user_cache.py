@@ -31,7 +31,6 @@ from sglang.test.kits.flashinfer_autotune_kit import (
     write_cache,
 )
 from sglang.test.kits.kimi_k3_tactics_kit import (
-    ENVIRONMENT,
     MEASURED_ARGS,
     RECORD,
     SEEDED,
@@ -39,13 +38,14 @@ from sglang.test.kits.kimi_k3_tactics_kit import (
     cpu_runner,
     cpu_startup,
     drop_privileges,
+    record_environment,
     run_forked,
 )
 from sglang.test.test_utils import enter_scope
 
 
 def damaged_contents() -> dict[str, bytes]:
-    good = {"_metadata": ENVIRONMENT, "first": ["R", 1]}
+    good = {"_metadata": record_environment(), "first": ["R", 1]}
     added = {
         "entry null": {"bad": None},
         "entry number": {"bad": 5},
@@ -213,7 +213,7 @@ class TestUserCache(TacticsBase):
         self.assertIn(self.key, read_entries(self.cache))
 
     def test_an_entry_that_flashinfer_did_not_trust_does_not_come_back(self):
-        untrusted = {**ENVIRONMENT, "cudnn_version": "unknown"}
+        untrusted = {**record_environment(), "cudnn_version": "unknown"}
         content = {"_metadata": untrusted, self.key: self.entry((192, 7))}
         for crash in (False, True):
             with self.subTest(crash=crash):

@@ -46,7 +46,6 @@ from sglang.test.kits.flashinfer_autotune_kit import (
 )
 from sglang.test.kits.kimi_k3_moe_call_kit import capture_moe_call
 from sglang.test.kits.kimi_k3_tactics_kit import (
-    ENVIRONMENT,
     INSTALLED,
     MEASURED_ARGS,
     RECORD,
@@ -54,6 +53,7 @@ from sglang.test.kits.kimi_k3_tactics_kit import (
     TacticsBase,
     cpu_runner,
     cpu_startup,
+    record_environment,
     run_forked,
 )
 
@@ -190,9 +190,9 @@ class TestRecord(TacticsBase):
         self.assertLessEqual(set(INSTALLED), set(metadata))
 
     def test_the_record_is_for_the_pinned_packages(self):
-        if INSTALLED["cuda_version"] != ENVIRONMENT["cuda_version"]:
+        if INSTALLED["cuda_version"] != record_environment()["cuda_version"]:
             self.skipTest(f"another build of torch: CUDA {INSTALLED['cuda_version']}")
-        self.assertEqual(INSTALLED | {"gpu": "unknown"}, ENVIRONMENT)
+        self.assertEqual(INSTALLED | {"gpu": "unknown"}, record_environment())
 
     def test_hit_in_serving_and_in_a_tuning_pass(self):
         self.seed()
@@ -256,7 +256,7 @@ class TestRecord(TacticsBase):
             "made for a post release": ("flashinfer_version", "0.7.2.post1"),
             "any FlashInfer": ("flashinfer_version", "*"),
             "other CUDA": ("cuda_version", "12.9"),
-            "unknown GPU, as here": ("gpu", ENVIRONMENT["gpu"]),
+            "unknown GPU, as here": ("gpu", record_environment()["gpu"]),
             "None": ("cudnn_version", None),
             "text None": ("cublas_version", "None"),
             "missing field": ("cutlass_dsl_version", ...),
