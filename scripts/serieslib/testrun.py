@@ -11,6 +11,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from serieslib.am import added_files
@@ -53,13 +54,23 @@ def run_tests(project: Project, keyword: str | None, here: bool) -> Counts:
     if here:
         _require_here()
     base = project.upstream.base_commit
-    with tempfile.TemporaryDirectory(prefix="series-test-") as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix="series-test-") as scratch,
+        ThreadPoolExecutor(max(1, WORKERS)) as pool,
+    ):
         total.add(_own_tests(project, python, keyword, Path(scratch)))
+        checked = pool.submit(_check_items, project) if keyword is None else None
         files = registered_cpu_tests(project, base)
-        total.add(_registered_tests(project, python, files, keyword, Path(scratch)))
-    if keyword is None:
-        total.add(_items("check", _check_items(project)))
-        total.add(_items("lint", lint_all(project, python, base)))
+        run = partial(_one_file, project, python, keyword, Path(scratch))
+        for path, counts, output, seconds in pool.map(run, files):
+            word = "FAILED" if counts.failed else "ok    "
+            print(f"{word} {path}: {counts} in {seconds:.0f} s", flush=True)
+            if counts.failed:
+                print(output, flush=True)
+            total.add(counts)
+        if checked is not None:
+            total.add(_items("check", checked.result()))
+            total.add(_items("lint", lint_all(project, python, base)))
     return total
 
 
@@ -176,27 +187,8 @@ def _ci_register(engine: Path):
     return module
 
 
-def _registered_tests(
-    project: Project, python: Path, files: list[str], keyword: str | None, scratch: Path
-) -> Counts:
-    total = Counts()
-
-    def run(numbered: tuple[int, str]) -> tuple[str, Counts, str, float]:
-        number, path = numbered
-        return _one_file(project, python, path, keyword, scratch / f"{number}.xml")
-
-    with ThreadPoolExecutor(max(1, WORKERS)) as pool:
-        for path, counts, output, seconds in pool.map(run, enumerate(files)):
-            word = "FAILED" if counts.failed else "ok    "
-            print(f"{word} {path}: {counts} in {seconds:.0f} s", flush=True)
-            if counts.failed:
-                print(output, flush=True)
-            total.add(counts)
-    return total
-
-
 def _one_file(
-    project: Project, python: Path, path: str, keyword: str | None, report: Path
+    project: Project, python: Path, keyword: str | None, scratch: Path, path: str
 ) -> tuple[str, Counts, str, float]:
     """One registered file in its own process, as upstream's runner starts it.
 
@@ -204,6 +196,7 @@ def _one_file(
     """
     env = _environment(project)
     file = project.engine / path
+    report = scratch / path.replace("/", "-").replace(".py", ".xml")
     if keyword is None:
         command = [str(python), str(file), "-f"]
         env["PYTEST_ADDOPTS"] = f"--junitxml={report} -p no:cacheprovider"

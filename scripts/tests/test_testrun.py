@@ -132,9 +132,9 @@ def one_file(ready, tmp_path) -> tuple[Counts, str]:
     _, counts, text, _ = testrun._one_file(
         Project(ready.root),
         Path(sys.executable),
-        "test/registered/unit/part/test_unit_style.py",
         None,
-        tmp_path / "report.xml",
+        tmp_path,
+        "test/registered/unit/part/test_unit_style.py",
     )
     return counts, text
 
