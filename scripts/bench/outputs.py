@@ -5,6 +5,7 @@ import argparse
 from tqdm import tqdm
 
 from . import cases, compare
+from .client import Answer
 from .errors import CHECK_FAILED, OK
 from .experiment import Experiment, add_arguments, probe_arms
 from .rows import Check, Output, Row
@@ -24,17 +25,7 @@ def outputs(experiment: Experiment, arm: str, server: Server) -> Row:
         prompt = cases.tokens(length, name=name, ids=ids)
         server.client.flush()  # each repeat starts cold: same work, same answer
         answer = server.client.generate(prompt, new_tokens=settings.new_tokens)
-        found.append(
-            Output(
-                name=f"{length} tokens, repeat {repeat + 1}",
-                length=length,
-                repeat=repeat,
-                concurrent=False,
-                input_sha256=cases.sha256(prompt),
-                output_ids=answer.output_ids,
-                cached_tokens=answer.cached_tokens,
-            )
-        )
+        found.append(_output(prompt, answer, repeat=repeat, concurrent=False))
     found += _concurrent(experiment, server)
     row = experiment.row("outputs", arm, label=arm, outputs=found)
     row.checks += [_complete(found, settings.new_tokens), compare.repeats(found)]
@@ -43,10 +34,9 @@ def outputs(experiment: Experiment, arm: str, server: Server) -> Row:
 
 def _concurrent(experiment: Experiment, server: Server) -> list[Output]:
     settings = experiment.config.outputs
-    length = settings.concurrent_length
     prompts = [
         cases.tokens(
-            length,
+            settings.concurrent_length,
             name=f"outputs-{settings.seed}-concurrent-{index}",
             ids=experiment.config.token_range,
         )
@@ -57,17 +47,24 @@ def _concurrent(experiment: Experiment, server: Server) -> list[Output]:
         prompts, new_tokens=settings.new_tokens, concurrency=settings.concurrency
     )
     return [
-        Output(
-            name=f"{length} tokens, concurrent {index + 1}",
-            length=length,
-            repeat=index,
-            concurrent=True,
-            input_sha256=cases.sha256(prompt),
-            output_ids=answer.output_ids,
-            cached_tokens=answer.cached_tokens,
-        )
+        _output(prompt, answer, repeat=index, concurrent=True)
         for index, (prompt, answer) in enumerate(zip(prompts, answers))
     ]
+
+
+def _output(
+    prompt: list[int], answer: Answer, *, repeat: int, concurrent: bool
+) -> Output:
+    kind = "concurrent" if concurrent else "repeat"
+    return Output(
+        name=f"{len(prompt)} tokens, {kind} {repeat + 1}",
+        length=len(prompt),
+        repeat=repeat,
+        concurrent=concurrent,
+        input_sha256=cases.sha256(prompt),
+        output_ids=answer.output_ids,
+        cached_tokens=answer.cached_tokens,
+    )
 
 
 def _complete(found: list[Output], new_tokens: int) -> Check:
