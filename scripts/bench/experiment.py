@@ -198,10 +198,10 @@ def run_probe(experiment: Experiment, probe: Probe, arm: str, server: Server) ->
     """One probe on a ready server: its row is written, also when it failed."""
     kind = probe.__module__.rpartition(".")[2]
     try:
-        row = probe(experiment, arm, server)
-        server.refuse_dead()
-        section = msgspec.to_builtins(getattr(experiment.config, kind))
-        row.environment = server.environment(section, section.get("seed", 0))
+        with server.refusing_dead():
+            row = probe(experiment, arm, server)
+            section = msgspec.to_builtins(getattr(experiment.config, kind))
+            row.environment = server.environment(section, section.get("seed", 0))
         row.checks += server.identity_checks()
         experiment.check_twins(row)
     except RunFailed as error:

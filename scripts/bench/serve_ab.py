@@ -164,7 +164,8 @@ def one_run(
             if "continuation" in left:
                 continuation.refuse_without_host_tier(server)
             if measured is None:
-                warm, measured = measure(experiment, run, position, server, client)
+                with server.refusing_dead():
+                    warm, measured = measure(experiment, run, position, server, client)
                 experiment.check_twins(measured)
                 if warm is not None:
                     experiment.add(warm)

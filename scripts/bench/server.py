@@ -9,6 +9,7 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from .launcher import MARK
 from .trees import Tree
 
 LAUNCHER = Path(__file__).resolve().parent / "launcher.py"
+END_PATIENCE = 10  # seconds for the status of a server that answers no more
 
 
 def free_port(host: str) -> int:
@@ -238,6 +240,29 @@ class Server:
                     f" its log:\n{child.tail()}\n(whole log: {child.log})"
                 )
 
+    @contextlib.contextmanager
+    def refusing_dead(self) -> Iterator[None]:
+        """Reports a failure inside as the server's end, where that is the cause.
+
+        A server that ends closes its connections first: what talked to it fails
+        moments before the process has a status.
+        """
+
+        def ended() -> bool:
+            return any(child.exit_status is not None for child in self.children)
+
+        try:
+            yield
+        except RunFailed as error:
+            if not ended() and not self.client.healthy():
+                procs.wait_until(ended, timeout=END_PATIENCE)
+            try:
+                self.refuse_dead()
+            except RunFailed as end:
+                raise end from error
+            raise
+        self.refuse_dead()
+
     def _refuse_lost_port(self) -> None:
         """Raises RunFailed when the port went to another process during start-up.
 
@@ -265,8 +290,16 @@ class Server:
         return found
 
     def environment(self, load: dict, seed: int) -> rows.Environment:
-        """Where this run ran, read from the serving process now."""
+        """Where this run ran, read from the serving process now.
+
+        Raises RunFailed when a server that said it before no longer answers.
+        """
         me = self.client.identity() or {}
+        if self.identity and not me:
+            raise RunFailed(
+                f"run {self.label}: {self.url} answers no more; see the server's log"
+                + self._log_tails()
+            )
         keys = ("digest", "tree", "files", "pid", "host", "nonce")
         return rows.Environment(
             engine=rows.Engine(**{k: me[k] for k in keys}) if me else None,

@@ -22,6 +22,8 @@ from bench.client import Answer, Client
 from bench.errors import BenchError, RunFailed
 from benchkit import Middleman, run_bench, standin_server
 
+NOBODY = "http://127.0.0.1:9"
+
 
 def attach(tmp_path, url, **changes):
     """An experiment with one arm, a running server at `url`."""
@@ -133,7 +135,7 @@ def test_outputs_differences_name_the_first_token_and_missing_requests():
     "fault, text",
     [
         ("no-start", "refuses to start on purpose"),
-        ("die-while:/", "generate does not answer"),
+        ("die-while:/", "the server ended with status 7"),
     ],
 )
 def test_a_probe_that_lost_its_server_is_a_failed_row(tmp_path, standin, fault, text):
@@ -148,7 +150,7 @@ def test_a_probe_that_lost_its_server_is_a_failed_row(tmp_path, standin, fault, 
 
 def test_a_host_that_ended_during_a_probe_makes_a_failed_row(tmp_path):
     """Also when the first host still answers."""
-    trial = experiment_of(benchkit.write(tmp_path, "unused"))
+    trial = experiment_of(attach(tmp_path, NOBODY))
     server = trial.server("base", "outputs-base")
     environment = {"PATH": "/usr/bin:/bin"}
     command = ["sh", "-c", "echo gone"]
@@ -157,6 +159,7 @@ def test_a_host_that_ended_during_a_probe_makes_a_failed_row(tmp_path):
     )
     child.process.wait()
     server.children.append(child)
+    server.client = Client(NOBODY)
 
     def probe(trial, arm, _server):
         return trial.row("outputs", arm, label=arm)
@@ -166,6 +169,15 @@ def test_a_host_that_ended_during_a_probe_makes_a_failed_row(tmp_path):
     child.end(1)
     assert "ended with status 0; its log:\ngone" in row.failed
     assert read(tmp_path) == [row]
+
+
+def test_a_server_that_went_silent_after_its_answers_is_a_failed_run(tmp_path):
+    server = experiment_of(attach(tmp_path, NOBODY)).server("base", "base-1")
+    server.url, server.client = NOBODY, Client(NOBODY)
+    assert server.environment({}, 0).engine is None  # never said what it is
+    server.identity = {"digest": "0"}
+    with pytest.raises(RunFailed, match="run base-1: .* answers no more; see"):
+        server.environment({}, 0)
 
 
 class _Page(BaseHTTPRequestHandler):

@@ -83,6 +83,10 @@ class Handler(BaseHTTPRequestHandler):
         server.served += 1
         if os.path.exists(server.fault("die-while")) and server.served > 3:
             print("stand-in: dying on purpose", flush=True)
+            # As a real server: the clients see the end before the parent does.
+            server.socket.close()
+            self.connection.shutdown(socket.SHUT_RDWR)
+            time.sleep(2)
             os._exit(7)
         if "hang" in server.faults:
             time.sleep(3600)
