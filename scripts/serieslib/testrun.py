@@ -112,6 +112,8 @@ def _environment(project: Project) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
     env["PYTHONPATH"] = str(project.engine / "python")
     env["PYTHONUNBUFFERED"] = "1"
+    # Each worker has a core: more threads than that only wait for each other.
+    env.setdefault("OMP_NUM_THREADS", "1")
     return env
 
 

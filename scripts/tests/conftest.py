@@ -14,3 +14,8 @@ from tiny_release import (  # noqa: F401
 # A suite started with & from a script ignores SIGINT, and so would all it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items):
+    """Tests with real servers first: else one worker waits minutes for the last one."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
