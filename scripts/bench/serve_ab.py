@@ -161,11 +161,13 @@ def one_run(
     left = list(probes)
     try:
         with experiment.server(run.arm, run.label) as server:
-            if "continuation" in left:
-                continuation.refuse_without_host_tier(server)
+            with server.refusing_dead():
+                if "continuation" in left:
+                    continuation.refuse_without_host_tier(server)
+                if measured is None:
+                    new = measure(experiment, run, position, server, client)
             if measured is None:
-                with server.refusing_dead():
-                    warm, measured = measure(experiment, run, position, server, client)
+                warm, measured = new
                 experiment.check_twins(measured)
                 if warm is not None:
                     experiment.add(warm)

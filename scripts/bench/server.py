@@ -254,7 +254,7 @@ class Server:
         try:
             yield
         except RunFailed as error:
-            if not ended() and not self.client.healthy():
+            if self.children and not ended() and not self.client.healthy():
                 procs.wait_until(ended, timeout=END_PATIENCE)
             try:
                 self.refuse_dead()

@@ -10,11 +10,12 @@ from pathlib import Path
 import benchkit
 import psutil
 import pytest
-from bench import procs, rows
+from bench import config, procs, rows, serve_ab
 from bench.client import Client
 from bench.errors import BenchError
 from bench.server import free_port
 from benchkit import SCRIPTS, git, run_bench
+from test_bench_probes import experiment_of
 
 KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -287,6 +288,23 @@ def test_a_server_that_dies_mid_run_is_a_failed_row_and_is_run_again(tmp_path, s
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.count("starting") == 1
     assert speeds(done) == ["base-1", "series-1"]
+
+
+def test_a_server_that_dies_after_its_last_answer_is_a_failed_row(
+    tmp_path, standin, monkeypatch
+):
+    def measure(trial, run, _position, server, _client):
+        server.children[0].process.kill()
+        server.children[0].process.wait()
+        return None, trial.row("serve", run.arm, label=run.label)
+
+    monkeypatch.setattr(serve_ab, "measure", measure)
+    trial = experiment_of(benchkit.write(tmp_path, standin))
+    run = config.schedule(trial.config)[0]
+    with trial.running([run.arm]):
+        row = serve_ab.one_run(trial, run, 0, None, ["outputs"])
+    assert "ended with status -9" in row.failed
+    assert [r.failed == row.failed for r in read(tmp_path)] == [True, True]
 
 
 def test_a_server_that_does_not_start_shows_its_log(tmp_path, standin):
