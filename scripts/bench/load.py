@@ -100,7 +100,6 @@ class LoadClient:
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         answer = self._answer(alive)
-        alive()
         if not answer["ok"]:
             raise RunFailed(
                 f"sglang.benchmark.serving gave no result ({answer['error']}); its log:\n"

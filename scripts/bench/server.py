@@ -253,13 +253,10 @@ class Server:
 
         try:
             yield
-        except RunFailed as error:
+        except RunFailed:
             if self.children and not ended() and not self.client.healthy():
                 procs.wait_until(ended, timeout=END_PATIENCE)
-            try:
-                self.refuse_dead()
-            except RunFailed as end:
-                raise end from error
+            self.refuse_dead()
             raise
         self.refuse_dead()
 
