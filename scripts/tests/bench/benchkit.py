@@ -1,5 +1,6 @@
 """Experiment files, commands and repositories for the harness's tests."""
 
+import argparse
 import contextlib
 import copy
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import requests
 from bench.client import Client
+from bench.experiment import Experiment
 from bench.procs import wait_until
 from bench.server import free_port
 
@@ -104,6 +106,12 @@ def write(tmp_path, engine, name="trial.toml", **changes):
     path = tmp_path / name
     path.write_text(toml(settings(engine, tmp_path / "scratch", **changes)) + "\n")
     return path
+
+
+def experiment_of(path, **options):
+    """The experiment of a file, in this process; `options` as on the command line."""
+    given = {"rows": None, "scratch": None, "again": False, "set": [], **options}
+    return Experiment(argparse.Namespace(config=path, **given))
 
 
 class Middleman(ThreadingHTTPServer):

@@ -1,6 +1,5 @@
 """outputs, continuation and branching on the stand-in engine, and with a middleman."""
 
-import argparse
 import copy
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,7 +19,7 @@ from bench import (
 )
 from bench.client import Answer, Client
 from bench.errors import BenchError, RunFailed
-from benchkit import Middleman, run_bench, standin_server
+from benchkit import Middleman, experiment_of, run_bench, standin_server
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -356,13 +355,6 @@ class ScriptedTransport:
 class ScriptedServer:
     def __init__(self, client, settings):
         self.client, self.config = client, settings
-
-
-def experiment_of(path):
-    options = argparse.Namespace(
-        config=path, rows=None, scratch=None, again=False, set=[]
-    )
-    return experiment.Experiment(options)
 
 
 def _host_row(tmp_path, client):

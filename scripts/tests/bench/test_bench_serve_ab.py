@@ -14,8 +14,7 @@ from bench import config, procs, rows, serve_ab
 from bench.client import Client
 from bench.errors import BenchError
 from bench.server import free_port
-from benchkit import SCRIPTS, git, run_bench
-from test_bench_probes import experiment_of
+from benchkit import SCRIPTS, experiment_of, git, run_bench
 
 KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 

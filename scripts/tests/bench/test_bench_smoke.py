@@ -4,7 +4,6 @@ Everything is one test: its steps share five server starts, and two workers must
 start the same servers twice.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -15,8 +14,7 @@ import psutil
 import pytest
 import requests
 from bench import compare, outputs, procs, rows
-from bench.experiment import Experiment
-from benchkit import SCRIPTS, Middleman, run_bench, toml
+from benchkit import SCRIPTS, Middleman, experiment_of, run_bench, toml
 from test_bench_probes import Poison, faults
 
 EXAMPLE = SCRIPTS / "bench" / "examples" / "cpu-smoke.toml"
@@ -145,14 +143,12 @@ def test_the_cpu_smoke_example_from_servers_to_report(tmp_path):
     text = (file.parent / "report.md").read_text()
     assert "cpu-smoke" in text and "series" in text
 
-    options = argparse.Namespace(
-        config=EXAMPLE,
+    experiment = experiment_of(
+        EXAMPLE,
         rows=tmp_path / "other.jsonl",
         scratch=tmp_path / "build" / "bench",
-        again=False,
         set=place[1::2],
     )
-    experiment = Experiment(options)
     experiment.config.server.model = str(tmp_path / "spoiled")
     base = next(r for r in found if r.kind == "outputs" and r.arm == "base")
     with experiment.running(["series"]):
